@@ -93,7 +93,7 @@ def write_results(
     card = model_card(model, data)
     if run.trains:
         list_training_labels(folder, data.train_images, data.parts.part_names())
-        card = fitted_card(card, model.net, data, test.predictions if test else None)
+        card = fitted_card(card, model, data, test.predictions if test else None)
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless
             (folder / PREVIOUS).unlink()
@@ -106,7 +106,7 @@ def write_results(
             held_out = card.coverage
         metrics["test"] = test_scores(test, data.test_images, card, held_out)
     if test and test.predictions is not None:
-        write_predictions(folder / "predictions.csv", [test.predictions], data.test_images)
+        write_predictions(folder / "predictions.csv", [test.predictions], data.test_images, card.thresholds)
         if run.trains:
             probabilities = tempered(test.predictions["probabilities"], card.temperature)
             predictions = {**test.predictions, "probabilities": probabilities}
@@ -130,7 +130,7 @@ def _tested(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: Image
 def _draw(run: Run, score: Score | None, classes: Sequence[str]) -> None:
     """Log the confusion matrix, and write it and the curves of a training to the run folder as PNG."""
     folder = run.folder
-    if score and len(classes) <= MAX_DRAWN:
+    if score and score.confusion and len(classes) <= MAX_DRAWN:
         figure = confusion_matrix(torch.tensor(score.confusion), classes)
         for board in run.boards:
             board.log_images("confusion_matrix", as_pixels(figure), folder.tested["step"])

@@ -192,6 +192,9 @@ def _class_table(paths: Sequence[str], classifier: Classifier, top: int) -> Writ
     for rank in range(1, top + 1):
         heads += (f"class {rank}", f"prob {rank}")
     heads.append("unknown" if classifier.reject is not None else "")
-    heads.append("prediction set" if classifier.coverage is not None else "")
+    sets = "prediction set" if classifier.coverage is not None else ""
+    if classifier.card.thresholds is not None:
+        sets = "labels"
+    heads.append(sets)
     show(heads)
     return write

@@ -22,6 +22,7 @@ from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import read_metrics
 from cifar_lit.runs.label_errors import LIST, listed_images, rank_labels, write_list
+from cifar_lit.training.task import task_of
 
 
 def train_folds(command: Command) -> None:
@@ -62,14 +63,17 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
     runs: run folder of each fold.
     parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
+    task = task_of(images.labels)
     count = write_predictions(folder / "predictions.csv", parts, images)
     order = torch.cat([part["indices"] for part in parts]).argsort()  # each image is in one fold
     probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
-    correct = int((probabilities.argmax(1) == images.labels).sum())
+    correct = int(task.hits(probabilities.logit(), images.labels).sum())
     interval = wilson_interval(correct, count)
     tests = [read_metrics(run)["test"] for run in runs]
     means = {}
-    for name in ("accuracy", "balanced_accuracy", "macro_f1"):
+    for name in ("accuracy", task.monitor, "balanced_accuracy", "macro_f1"):
+        if name not in tests[0]:
+            continue
         spread = mean_interval([test[name] for test in tests])
         means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
     ranking = rank_labels(images.labels, probabilities)

@@ -22,7 +22,8 @@ from cifar_lit.run.images import run_image_data
 from cifar_lit.run.predictions import read_probabilities
 from cifar_lit.run.record import read_metrics
 from cifar_lit.run.results import data_record, fingerprint
-from cifar_lit.training.metrics import Evaluation
+from cifar_lit.training.metrics import EVALUATIONS
+from cifar_lit.training.task import task_of
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -48,10 +49,11 @@ def test_again(words: list[str]) -> int:
     if not metrics.get("test"):
         remedy = f"cifar-lit test --ckpt_path {display_path(run)}/checkpoints/last.ckpt tests it"
         raise UsageError(f"{display_path(run)} has no test results to compare with: {remedy}")
-    data = run_image_data(run, net.card, None, settings.data_dir)
+    data = run_image_data(run, net.card, settings.data_dir)
     images = data.test_images
     logits = set_logits(net, images, torch.arange(len(images)), "testing")
-    evaluation = Evaluation(len(net.classes))
+    task = net.card.task
+    evaluation = EVALUATIONS[task.name](len(net.classes))
     evaluation.update(logits, images.labels)
     score = evaluation.compute()
     table = Table("", Column("recorded", justify="right"), Column("now", justify="right"))
@@ -61,7 +63,8 @@ def test_again(words: list[str]) -> int:
     for_tables().print(table)
     faults = data_faults(metrics, data)
     if metrics["test"]["fingerprint"] == fingerprint(images.images, images.labels):
-        faults += prediction_faults(run, metrics["test"]["accuracy"], images.labels, logits)
+        recorded = read_probabilities(run, tuple(logits.shape))
+        faults += prediction_faults(metrics["test"]["accuracy"], images.labels, task.probabilities(logits), recorded)
     else:
         faults.append("the run was tested on other images than these data have")
     say(*faults or ["data, predictions and accuracy agree with what the run recorded"])
@@ -78,20 +81,19 @@ def data_faults(metrics: Mapping[str, Any], data: ImageData) -> list[str]:
     return []
 
 
-def prediction_faults(run: Path, accuracy: float, labels: Tensor, logits: Tensor) -> list[str]:
+def prediction_faults(accuracy: float, labels: Tensor, now: Tensor, recorded: Tensor | None) -> list[str]:
     """Return how probabilities.npy and the accuracy in metrics.json differ from those of the weights.
 
-    accuracy: that in metrics.json. labels: int64 (N,), those of the test images. logits: (N, classes).
+    accuracy: that in metrics.json. labels: those of the test images. now, recorded: probabilities (N, classes).
     """
-    count = len(logits)
-    recorded = read_probabilities(run, tuple(logits.shape))
+    count = len(now)
     if recorded is None:
         return ["probabilities.npy is missing, or does not fit the test images"]
     faults = []
-    other = int(((logits.softmax(1) - recorded).abs().amax(1) > MAX_CHANGE).sum())
+    other = int(((now - recorded).abs().amax(1) > MAX_CHANGE).sum())
     if other:
         faults.append(f"{other:,} of {count:,} predictions in probabilities.npy are not those of model.safetensors")
-    accuracy_then = float((recorded.argmax(1) == labels).double().mean())
+    accuracy_then = float(task_of(labels).hits(recorded.logit(), labels).double().mean())
     if abs(accuracy_then - accuracy) > 0.5 / count:
         faults.append(f"metrics.json has accuracy {accuracy:.4f}, probabilities.npy has {accuracy_then:.4f}")
     return faults

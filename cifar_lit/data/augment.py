@@ -147,7 +147,8 @@ class Augment:
 
         Args:
             images: float32 (B, C, H, W) in channels_last memory; changed in place.
-            labels, rows: int64 (B,), rows of the image set.
+            labels: int64 (B,), or float32 (B, classes) as in `ImageSet`.
+            rows: int64 (B,), rows of the image set.
         """
         count, channels, height, width = images.shape
         place, size, top, left, kind, angle = uniform(rows, 6, "mixing", seed, epoch).unbind(1)
@@ -171,8 +172,13 @@ class Augment:
             weights = weights + (rows_within.float()[:, :, None] * columns_within.float()[:, None, :])
         pixels = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
         pixels.lerp_(pixels.index_select(0, partners), weights)
-        one_hot = F.one_hot(labels, classes).float()
-        targets = torch.lerp(one_hot, one_hot.index_select(0, partners), weights.mean((1, 2))[:, None])
+        own = labels
+        if labels.ndim == 1:
+            own = F.one_hot(labels, classes).float()
+        others = own.index_select(0, partners)
+        targets = torch.lerp(own, others, weights.mean((1, 2))[:, None])
+        if labels.ndim == 2:
+            targets = targets.masked_fill((own < 0) | (others < 0), -1.0)  # unknown in one of the two images
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2), targets
 
 

@@ -138,6 +138,11 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         return len(self.classes)
 
     @property
+    def has_several_labels(self) -> bool:
+        """Whether an image may have several labels, or none."""
+        return self.train_images.has_several_labels
+
+    @property
     def class_counts(self) -> Tensor:
         """Number of training images of each class, int64 (classes,)."""
         return self.parts.class_counts

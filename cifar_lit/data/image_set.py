@@ -21,7 +21,8 @@ class ImageSet:
 
     Args:
         images: uint8 (N, H, W, C), with C = 1 or 3.
-        labels: int64 (N,), values in [0, len(classes)).
+        labels: int64 (N,), values in [0, len(classes)). Of images with several labels, float32 (N, classes): 1 for the
+            labels of an image, 0 for others, -1 for unknown ones.
         classes: names of the classes, in label order.
         val_rows: rows of the data set's own validation images, if it has any.
         mapped: whether the images are memory-mapped from a file.
@@ -52,12 +53,29 @@ class ImageSet:
             raise ValueError(f"images must be uint8 (N, H, W, C), with 1 or 3 channels, not {shape}")
         if len(self.images) != len(self.labels):
             raise ValueError(f"{len(self.images)} images have {len(self.labels)} labels")
-        if len(self) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
+        numbers = self.labels[:0] if self.has_several_labels else self.labels
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
         check_class_names(self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether an image may have several labels, or none."""
+        return self.labels.ndim == 2
+
+    def label_text(self, row: int) -> str:
+        """Return the class of an image, or its labels with `|` between them."""
+        return label_text(self.labels[row], self.classes)
+
+    def class_counts(self, rows: Tensor) -> Tensor:
+        """Return the number of images of each class among `rows`, int64 (B,), as int64 (classes,)."""
+        labels = self.labels[rows]
+        if self.has_several_labels:
+            return (labels == 1).sum(0)
+        return torch.bincount(labels, minlength=len(self.classes))
 
     def name(self, row: int) -> str:
         """Return the name of an image, or # and its row in a data set without names."""
@@ -118,6 +136,13 @@ def check_class_names(names: Sequence[object], subject: str = "the data set's cl
             raise UsageError(f"{subject} {str(name)[:80]!r} has to be renamed: {rule}")
 
 
+def label_text(label: Tensor, classes: Sequence[str]) -> str:
+    """Return the class of a label, int64 (), or with `|` between them the classes that are 1 in float (classes,)."""
+    if label.ndim == 0:
+        return classes[int(label)]
+    return "|".join(classes[number] for number in (label == 1).nonzero()[:, 0].tolist())
+
+
 def spread_rows(rows: Tensor, limit: int) -> Tensor:
     """Return at most `limit` of `rows`, int64 (N,), evenly spaced, because the first rows may all be of one class."""
     count = min(len(rows), limit)
@@ -134,7 +159,7 @@ class Batch:
 
     Args:
         images: uint8 (B, H, W, C) from a loader; float32 (B, C, H, W) in channels_last memory after preprocessing.
-        labels: int64 (B,), `PADDING` for images that are not counted.
+        labels: int64 (B,), or float32 (B, classes) as in `ImageSet`; `PADDING` for images that are not counted.
         indices: int64 (B,), rows of the image set; (0,) in a batch of a loader that is not ours.
         loss_weight: this part's fraction of the global batch, times the number of devices; 0 for a device without a
             part. Averaged over devices, the gradients are then the gradient of the global batch's mean loss.

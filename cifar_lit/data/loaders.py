@@ -287,7 +287,7 @@ class EvalLoader:
                 rows = self.batches[0]
                 labels = self.source.labels[rows]
                 if self.weighted:
-                    labels = torch.full_like(rows, PADDING)
+                    labels = torch.full_like(labels, PADDING)
             yield Batch(self.source.take(rows), labels, rows)
 
 

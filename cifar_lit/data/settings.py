@@ -34,12 +34,15 @@ class Images:
             your own images.
         skip_bad: skip damaged and missing images instead of stopping.
         labels: table of labels written by `cifar-lit review`, for data sets that are not your own images.
-        groups: columns of the table, such as camera,site, whose values get results of their own; or `folder`, the
-            folders below the class folders. They are only reported: `split.group` keeps groups on one side.
+        groups: columns of the table, such as camera,site, whose values get results of their own. They are only
+            reported: `split.group` keeps groups on one side.
+        separator: what separates the labels in a cell of your table, such as ";". Its images may then have several
+            labels, or none. Default: found in the cells.
         mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
         std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
         count: number of training images of shapes; the test set is a fifth of it.
         num_classes: number of classes of shapes.
+        figures: most figures on an image of shapes, 1 to 4; with more than 1, an image has several labels.
 
     Raises:
         UsageError: for invalid values.
@@ -52,10 +55,12 @@ class Images:
     skip_bad: bool = False
     labels: str | None = None
     groups: list[str] | str | None = None
+    separator: str | None = None
     mean: list[float] | float | None = None
     std: list[float] | float | None = None
     count: int = 10_000
     num_classes: int | None = None
+    figures: int = 1
 
     def __post_init__(self) -> None:
         check_choice("data.images.resize", self.resize, RESIZES)

@@ -75,28 +75,56 @@ FIGURES: dict[str, Callable[[Array, Array], Array]] = {
 CLASSES = (*FIGURES, *(f"{large}+{small}" for large in FIGURES for small in FIGURES))
 BLOCK_IMAGES = 128  # drawn at a time, so that a channel of 32×32 stays in the CPU cache
 LINES, DOTS = 3, 4  # in the background
+QUARTERS = 4  # an image with several figures has as many
 
 
 def shapes(
-    train: bool, *, image_size: ImageSize = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0
+    train: bool,
+    *,
+    image_size: ImageSize = 32,
+    channels: int = 3,
+    num_classes: int = 10,
+    count: int,
+    seed: int = 0,
+    figures: int = 1,
 ) -> ImageSet:
     """Draw `count` images with equally many of each class. Figures scale with the shorter side.
 
     Image i depends on `seed`, `train`, i and the other settings, not on `count`. Train and test images never share
-    random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring").
+    random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring"). With several
+    `figures`, up to 4, an image has four quarters, 1 to that many of them with a figure, and the classes as labels.
     """
     height, width = size = parse_image_size(image_size)
     images = np.empty((count, height, width, channels), np.uint8)
-    labels = np.empty(count, np.int64)
+    kinds = np.empty((count, 1 if figures == 1 else QUARTERS), np.int64)  # -1 for a quarter without a figure
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that each block is balanced
     with progress(f"drawing shapes ({'train' if train else 'test'})", count, min_seconds=5.0) as advance:
         for block, start in enumerate(range(0, count, rows * num_classes)):
             rng = np.random.default_rng([seed, int(train), block])
             block_labels = rng.permuted(np.tile(np.arange(num_classes), (rows, 1)), axis=1).ravel()
-            images[start : start + len(block_labels)] = _draw(rng, block_labels, size, channels)[: count - start]
-            labels[start : start + len(block_labels)] = block_labels[: count - start]
-            advance(min(len(block_labels), count - start))
-    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), CLASSES[:num_classes])
+            block_kinds = block_labels[:, None]
+            if figures == 1:
+                drawn = _draw(rng, block_labels, size, channels)
+            else:
+                block_kinds = _quarters(rng, block_labels, num_classes, figures)
+                half = -(-height // 2), -(-width // 2)
+                drawn = _draw(rng, block_kinds.ravel(), half, channels).reshape(-1, 2, 2, *half, channels)
+                drawn = drawn.swapaxes(2, 3).reshape(-1, 2 * half[0], 2 * half[1], channels)[:, :height, :width]
+            images[start : start + len(drawn)] = drawn[: count - start]
+            kinds[start : start + len(drawn)] = block_kinds[: count - start]
+            advance(min(len(drawn), count - start))
+    labels = torch.from_numpy(kinds[:, 0])
+    if figures > 1:
+        labels = torch.from_numpy((kinds[:, :, None] == np.arange(num_classes)).any(1)).float()
+    return ImageSet(torch.from_numpy(images), labels, CLASSES[:num_classes])
+
+
+def _quarters(rng: Generator, labels: NDArray[np.int64], num_classes: int, figures: int) -> NDArray[np.int64]:
+    """Return the classes in the quarters of images, (N, 4): `labels` (N,) and up to `figures` - 1 more; -1 for none."""
+    kinds = rng.integers(0, num_classes, (len(labels), QUARTERS))
+    kinds[:, 0] = labels
+    kinds[np.arange(QUARTERS) >= rng.integers(1, figures + 1, (len(labels), 1))] = -1
+    return rng.permuted(kinds, axis=1)
 
 
 def load_shapes(settings: DataSettings, train: bool) -> ImageSet:
@@ -112,6 +140,7 @@ def load_shapes(settings: DataSettings, train: bool) -> ImageSet:
         num_classes=images.num_classes or 10,
         count=count,
         seed=settings.split.seed,
+        figures=images.figures,
     )
 
 

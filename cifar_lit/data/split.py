@@ -38,7 +38,7 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     Each class gives its proportional share of validation images (largest remainders first).
 
     Args:
-        labels: int64 (N,).
+        labels: int64 (N,), or float (N, classes) as in `ImageSet`.
         val_size: number of validation images if 1 or more, else their fraction.
         groups: int64 (N,), equal for rows that must stay together.
 
@@ -49,16 +49,19 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     val_count = round(val_size * count) if val_size < 1 else int(val_size)
     if val_size < 0 or val_count >= count:
         raise UsageError(f"data.val_size {val_size:g} must leave some of the {count} images to train on")
-    _, numbers, counts = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
-    exact = counts * (val_count / count)
-    sizes = np.floor(exact).astype(int)
-    # Classes that would have no training image left come last.
-    sizes[np.lexsort((sizes - exact, sizes + 1 >= counts))[: val_count - sizes.sum()]] += 1
     rng = np.random.default_rng(seed)
-    order = np.empty(count, np.int64)
-    for rows in rows_by_class(numbers, counts):
-        order[rng.permutation(rows)] = np.arange(len(rows))
-    is_val = draw_rows(numbers, sizes, order, groups)
+    if labels.ndim == 2:
+        is_val = draw_by_label(labels.numpy(), val_count / count, rng.permutation(count), groups)
+    else:
+        _, numbers, counts = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
+        exact = counts * (val_count / count)
+        sizes = np.floor(exact).astype(int)
+        # Classes that would have no training image left come last.
+        sizes[np.lexsort((sizes - exact, sizes + 1 >= counts))[: val_count - sizes.sum()]] += 1
+        order = np.empty(count, np.int64)
+        for rows in rows_by_class(numbers, counts):
+            order[rng.permutation(rows)] = np.arange(len(rows))
+        is_val = draw_rows(numbers, sizes, order, groups)
     if val_size > 0 and not is_val.any():
         fault = f"data.val_size {val_size:g} of {count} images draws no image or group"
         raise UsageError(f"{fault}: raise it, or use 0 to train on all")
@@ -126,6 +129,42 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
     return drawn
 
 
+def draw_by_label(labels: np.ndarray, share: float, order: np.ndarray, groups: Groups) -> np.ndarray:
+    """Draw a share of images with several labels, keeping groups together; return a mask, bool (N,).
+
+    By iterative stratification (K. Sechidis, G. Tsoumakas and I. Vlahavas, On the Stratification of Multi-Label Data,
+    ECML PKDD 2011): the label with the fewest images left comes first, and each of its images goes to the side that
+    lacks more of them, unless it has its share of all images. Images without labels count as one more label.
+
+    Args:
+        labels: float (N, classes), 1 for the labels of an image.
+        order: int64 (N,), position of each row.
+        groups: int64 (N,), equal for rows that must stay together.
+    """
+    if groups is None:
+        groups = np.arange(len(labels))
+    _, units = np.unique(groups, return_inverse=True)
+    has = np.column_stack([labels == 1, ~(labels == 1).any(1), np.ones(len(labels), bool)])
+    counts = np.zeros((units.max(initial=-1) + 1, has.shape[1]))  # labels in each group, and last its images
+    np.add.at(counts, units, has)
+    place = np.full(len(counts), len(labels))
+    np.minimum.at(place, units, order)
+    lacking = np.outer((1 - share, share), counts.sum(0))  # still needed by each side
+    is_drawn, is_left = np.zeros(len(counts), bool), np.ones(len(counts), bool)
+    while is_left.any():
+        left = counts[is_left, :-1].sum(0)
+        rarest = int(np.where(left > 0, left, np.inf).argmin())
+        chosen = np.flatnonzero(is_left & (counts[:, rarest] > 0))
+        for unit in chosen[place[chosen].argsort()]:
+            side = int(tuple(lacking[1, [rarest, -1]]) > tuple(lacking[0, [rarest, -1]]))
+            if lacking[side, -1] <= 0:  # it has its share of images
+                side = 1 - side
+            lacking[side] -= counts[unit]
+            is_drawn[unit] = side
+        is_left[chosen] = False
+    return is_drawn[units]
+
+
 def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> Tensor:
     """Return the fold of each row for a cross-validation, int64 (N,) in [0, folds).
 
@@ -179,9 +218,12 @@ def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tenso
     if share == 1:
         return rows
     labels = images.labels[rows].numpy()
-    sizes = np.maximum(np.round(share * np.bincount(labels)), 1).astype(int)
     order = np.random.default_rng(seed).permutation(len(rows))
-    is_taken = draw_rows(labels, sizes, order, images.groups_of(rows))
+    if images.has_several_labels:
+        is_taken = draw_by_label(labels, share, order, images.groups_of(rows))
+    else:
+        sizes = np.maximum(np.round(share * np.bincount(labels)), 1).astype(int)
+        is_taken = draw_rows(labels, sizes, order, images.groups_of(rows))
     return rows[torch.from_numpy(is_taken)]
 
 
@@ -270,8 +312,7 @@ class SplitImages:
     @property
     def class_counts(self) -> Tensor:
         """Number of training images of each class, int64 (classes,)."""
-        images = self.train_images
-        return torch.bincount(images.labels[self.split[0]], minlength=len(images.classes))
+        return self.train_images.class_counts(self.split[0])
 
     def warn_of_few_images(self) -> None:
         """Warn about classes with fewer than two training images, and a small validation set."""
@@ -307,13 +348,21 @@ def split_rows(parts: SplitImages) -> list[Row]:
     record = [(nfc(name), SKIPPED, 0) for name in parts.train_images.skipped]
     for images, sides in parts.sides():
         names = images.names or [str(row) for row in range(len(images))]
-        codes = hashes(name.encode() for name in images.classes)[images.labels.numpy()]
+        codes = label_hashes(images)
         if images.images.nbytes <= HASHED_BYTES:
-            codes ^= image_hashes(images)
+            codes = codes ^ image_hashes(images)
         record += zip(map(nfc, names), sides.tolist(), codes.tolist(), strict=True)
         if not images.names:
             break
     return record
+
+
+def label_hashes(images: ImageSet) -> np.ndarray:
+    """Return a hash of the class of each image, or of its labels, uint64 (N,)."""
+    if images.has_several_labels:
+        names = "|".join(images.classes).encode()
+        return hashes(names + row.tobytes() for row in images.labels.numpy())
+    return hashes(name.encode() for name in images.classes)[images.labels.numpy()]
 
 
 def image_hashes(images: ImageSet) -> np.ndarray:

@@ -62,7 +62,11 @@ class ClassWeights(Callback):
         pl_module.loss.changes.append(self.weigh)
 
     def weigh(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the weighted losses (B,) of a batch."""
-        if batch.targets is None:
+        """Return the weighted losses (B,) of a batch. Several labels have their mean weight, none has 1."""
+        shares = batch.targets
+        if batch.labels.ndim == 2:
+            shares = (batch.labels if shares is None else shares).clamp_min(0)
+            return losses * (shares @ self.weights / shares.sum(1)).nan_to_num(1.0)
+        if shares is None:
             return losses * self.weights[batch.labels]
-        return losses * (batch.targets @ self.weights)
+        return losses * (shares @ self.weights)

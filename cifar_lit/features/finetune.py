@@ -32,6 +32,7 @@ from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.loop import broadcast_from_first
 from cifar_lit.training.optimizers import Group
 from cifar_lit.training.pretrained_weights import IMAGENET, load_pretrained, net_head
+from cifar_lit.training.task import task_of
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -277,7 +278,7 @@ def solve(
 
         def loss(strength: float = strength) -> Tensor:
             weight.grad = bias.grad = None
-            fit = F.cross_entropy(rows @ weight.T + bias, labels, class_weights)
+            fit = head_loss(rows @ weight.T + bias, labels, class_weights)
             value = fit + strength / 2 * weight.square().sum()
             value.backward()
             return value
@@ -286,6 +287,13 @@ def solve(
             solver.step(loss)
         solutions.append((weight.detach().clone(), bias.detach().clone()))
     return solutions
+
+
+def head_loss(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
+    """Return the mean loss of logits (N, classes), with several labels an image the sum over its labels."""
+    if labels.ndim == 2:
+        return logits.shape[1] * task_of(labels).loss(logits, labels, 0.0, "mean")
+    return F.cross_entropy(logits, labels, class_weights)
 
 
 def fit_head(
@@ -303,7 +311,7 @@ def fit_head(
     """
     generator = torch.Generator().manual_seed(0)
     folds = draw_folds(labels, num_classes, generator).repeat(views)
-    labels = labels.repeat(views)
+    labels = torch.cat([labels] * views)
     if len(labels) > FITTED_ROWS:
         subset = torch.randperm(len(labels), generator=generator)[:FITTED_ROWS].sort().values
         features, labels, folds = features[subset], labels[subset], folds[subset]
@@ -317,7 +325,7 @@ def fit_head(
         solutions = solve(rows[~held_out], labels[~held_out], num_classes, STRENGTHS, class_weights)
         for index, (weight, bias) in enumerate(solutions):
             logits = rows[held_out] @ weight.T + bias
-            losses[index] += F.cross_entropy(logits, labels[held_out], class_weights)
+            losses[index] += head_loss(logits, labels[held_out], class_weights)
     best = int(losses.argmin())
     weight, bias = solve(rows, labels, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
     weight = weight / std
@@ -342,7 +350,7 @@ def out_of_fold(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
         rows, mean, std = standardise(features[others])
         ((weight, bias),) = solve(rows, labels[others], num_classes, STRENGTHS[:1])
         logits[held_out] = (features[held_out].float() - mean) / std @ weight.T + bias
-    return logits.softmax(1)
+    return task_of(labels).probabilities(logits)
 
 
 def standardise(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,8 +361,10 @@ def standardise(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_folds(labels: Tensor, num_classes: int, generator: torch.Generator) -> Tensor:
-    """Return a fold of `FOLDS` for each label, int64 (N,), with equal shares of each class."""
-    folds = torch.empty_like(labels)
+    """Return a fold of `FOLDS` for each image, int64 (N,), with equal shares of each class, unless it has several."""
+    folds = torch.empty(len(labels), dtype=torch.int64)
+    if labels.ndim == 2:
+        return torch.randperm(len(labels), generator=generator) % FOLDS
     for label in range(num_classes):
         rows = (labels == label).nonzero().flatten()
         folds[rows[torch.randperm(len(rows), generator=generator)]] = torch.arange(len(rows)) % FOLDS

@@ -158,6 +158,7 @@ class Row:
     unknown: bool | None = None
     prediction_set: Sequence[str] | None = None
     error: str | None = None
+    label: str | None = None  # the most probable class, or several labels with `|` between them
 
     def values(self, top: int) -> dict[str, Value]:
         """Return the values by column, with `top` classes and six digits."""
@@ -166,6 +167,8 @@ class Row:
         for rank, (name, probability) in enumerate(best, 1):
             values["label" if rank == 1 else f"class_{rank}"] = name
             values["probability" if rank == 1 else f"probability_{rank}"] = _rounded(probability)
+        if self.label is not None:
+            values["label"] = self.label
         values |= {"path": self.path, "novelty": _rounded(self.novelty), "unknown": self.unknown}
         return values | {"prediction_set": self.prediction_set, "error": self.error}
 
@@ -230,7 +233,8 @@ def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int)
             reason = result.reason if isinstance(result, DecodeError) else file.error
             if reason is None:
                 best = next(predictions)
-                rows.append(Row(index, best.top, file.path, best.novelty, best.unknown, best.prediction_set))
+                values = best.novelty, best.unknown, best.prediction_set
+                rows.append(Row(index, best.top, file.path, *values, label=best.label))
             else:
                 rows.append(Row(index, (), file.path, error=reason))
         yield rows

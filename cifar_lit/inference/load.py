@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from cifar_lit.base.files import read_json
-from cifar_lit.base.text import printable
+from cifar_lit.base.text import listed, printable
 from cifar_lit.base.trust import trusting
 from cifar_lit.data.photos.decode import decode, pixels_of
 from cifar_lit.inference.model_file import LoadedNet, load_model_file
@@ -38,6 +38,7 @@ class Prediction:
     # the pictures of other subjects were not rejected, see docs/probabilities.md.
     unknown: bool | None
     # Classes of which one is the true one with the probability `coverage`, the best first; None without `coverage`.
+    # With several labels an image, those above their thresholds; `label` has them with `|` between them.
     prediction_set: tuple[str, ...] | None = None
 
 
@@ -60,11 +61,8 @@ class Classifier:
 
     def __repr__(self) -> str:
         """Return net, classes, image size and test accuracy in one line."""
-        names = ", ".join(self.classes[:3])
-        if len(self.classes) > 3:
-            names += ", …"
         size = "×".join(map(str, self.card.input_shape))
-        text = f"{self.card.net}, {len(self.classes)} classes ({names}), images {size}"
+        text = f"{self.card.net}, {len(self.classes)} classes ({listed(self.classes)}), images {size}"
         if self.accuracy is not None:
             text += f", test accuracy {self.accuracy:.4f}"
         return printable(f"Classifier({text})")
@@ -111,7 +109,7 @@ class Classifier:
         highest = None
         if reject is not None and self.card.reject is not None:
             highest = threshold(self.card.reject, reject)
-        sizes: list[int | None] = [None] * len(logits)  # of prediction sets
+        sizes: list[int | None] = [None] * len(logits)  # classes in each prediction set
         if coverage is not None:
             sizes = prediction_sets(probabilities, set_limit(self.card.coverage, coverage)).sum(1).tolist()
         predictions = []
@@ -124,7 +122,14 @@ class Classifier:
                 unknown = score > highest
             if size is not None:
                 prediction_set = tuple(names[:size])
-            predictions.append(Prediction(*best[0], best, score, unknown, prediction_set))
+            text = names[0]
+            if self.card.thresholds is not None:
+                own = [self.card.thresholds[label] for label in labels]
+                prediction_set = tuple(
+                    name for name, value, least in zip(names, values, own, strict=True) if value >= least
+                )
+                text = "|".join(prediction_set)
+            predictions.append(Prediction(text, values[0], best, score, unknown, prediction_set))
         return predictions
 
     def prepare(self, images: Pictures) -> Tensor:

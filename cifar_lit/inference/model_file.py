@@ -19,6 +19,7 @@ from cifar_lit.base.files import atomic_write, display_path
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.photos.decode import Preparation
 from cifar_lit.models.registry import build_net, lay_out, with_versions
+from cifar_lit.training.task import OneLabel, SeveralLabels, Task
 
 MODEL = "model.safetensors"
 FORMAT = "cifar-lit 1"
@@ -43,8 +44,15 @@ class ModelCard:
     temperature_source: str = ""  # source of the temperature, and the reason
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `RESIZES`
     levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
+    # With several labels an image, the probability from which it gets each of them.
+    thresholds: list[float] | None = None
     # Scores of the true classes of held-out images for prediction sets, a list for each class, as `lac`.
     coverage: dict[str, list[list[float]]] | None = None
+
+    @property
+    def task(self) -> Task:
+        """What a label is."""
+        return OneLabel() if self.thresholds is None else SeveralLabels()
 
     @property
     def preparation(self) -> Preparation:
@@ -107,7 +115,7 @@ class LoadedNet(nn.Module):
         logits = logits.float()
         if self.card.temperature is not None:
             logits = logits / self.card.temperature
-        return logits.softmax(1)
+        return self.card.task.probabilities(logits)
 
 
 def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor]) -> LoadedNet:

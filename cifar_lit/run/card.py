@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.inference.calibration import PRESET, choose_temperature, tempered
@@ -15,6 +15,7 @@ from cifar_lit.inference.logits import set_logits
 from cifar_lit.inference.model_file import LoadedNet, ModelCard
 from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import MIN_HELD_OUT, held_out_scores
+from cifar_lit.training.task import OneLabel, SeveralLabels
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -38,13 +39,17 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     )
     if data.train_images.levels is not None:
         card = replace(card, levels=list(data.train_images.levels))
-    if h["temperature"] is not None:
+    if isinstance(model.task, SeveralLabels):
+        card = replace(card, thresholds=[0.5] * len(data.classes))
+    elif h["temperature"] is not None:
         card = replace(card, temperature=h["temperature"], temperature_source=PRESET)
     return card
 
 
-def fitted_card(card: ModelCard, net: nn.Module, data: ImageData, tested: Mapping[str, Tensor] | None) -> ModelCard:
-    """Return the card with temperature, rejection and coverage, fitted on validation images.
+def fitted_card(
+    card: ModelCard, model: ImageClassifier, data: ImageData, tested: Mapping[str, Tensor] | None
+) -> ModelCard:
+    """Return the card with temperature, rejection and coverage, or thresholds, fitted on validation images.
 
     With fewer than `MIN_HELD_OUT`, the temperature stays that of the model. The other two then come from the test
     images. This changes no accuracy, but the report cannot measure them on the same images.
@@ -55,12 +60,14 @@ def fitted_card(card: ModelCard, net: nn.Module, data: ImageData, tested: Mappin
         rows = spread_rows(data.split[1], MAX_DESCRIBED)
         labels = data.train_images.labels[rows]
         # Fitted in float32, the precision in which the net will be used.
-        loaded = LoadedNet(deepcopy(net).float(), card).on(data.device)
-        logits = set_logits(loaded, data.train_images, rows, "fitting the temperature")
+        loaded = LoadedNet(deepcopy(model.net).float(), card).on(data.device)
+        logits = set_logits(loaded, data.train_images, rows, "predicting the validation images")
+        if isinstance(model.task, SeveralLabels):
+            return replace(card, thresholds=model.task.thresholds(model.task.probabilities(logits), labels))
         temperature, source = choose_temperature(logits, labels, card.temperature)
         card = replace(card, temperature=temperature, temperature_source=source)
         scores, probabilities = novelty(logits), (logits.double() / (card.temperature or 1)).softmax(1)
-    elif tested:
+    elif tested and isinstance(model.task, OneLabel):
         labels, scores = tested["labels"], tested["novelty"]
         probabilities = tempered(tested["probabilities"], card.temperature)
     else:

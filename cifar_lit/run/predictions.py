@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cifar_lit.base.files import write_array, write_text
 from cifar_lit.base.text import csv_text
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import ImageSet, label_text
 from cifar_lit.run.record import FEW_CLASSES, GROUP
 from cifar_lit.training.score import TOP
 
@@ -46,7 +46,9 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
     return PredictionTable(predictions["indices"], predictions["labels"], predicted, probability.double())
 
 
-def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], images: ImageSet) -> int:
+def write_predictions(
+    path: Path, batches: Sequence[Mapping[str, Tensor]], images: ImageSet, thresholds: Sequence[float] | None = None
+) -> int:
     """Write `predictions.csv` in the order of the data set, and `probabilities.npy` beside it.
 
     Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. With more
@@ -56,6 +58,8 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
     Args:
         batches: results of `ImageClassifier.predict_step`.
         images: the data set. Its groups are further columns (group_<name>), and its names the last one (path).
+        thresholds: with several labels, those of the labels; 1/2 if not given. Label and predicted are then names with
+            `|` between them, and all probabilities are columns.
 
     Returns:
         The number of rows.
@@ -69,18 +73,23 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
     if images.names:
         further["path"] = images.names
     columns = [f"probability_{name}" for name in names]
-    if len(names) > FEW_CLASSES:
+    is_ranked = len(names) > FEW_CLASSES and not images.has_several_labels
+    if is_ranked:
         columns = [f"{column}_{rank}" for rank in range(2, TOP + 1) for column in ("class", "probability")]
     rows = [["index", "label", "predicted", "probability", *columns, *further]]
     likeliest = probabilities.topk(min(TOP, len(names)))
-    first = probabilities[:, :FEW_CLASSES]  # all, or unused
-    parts = (indices[order], labels, likeliest.indices, likeliest.values, first)
-    for index, label, ranked, highest, values in zip(*map(Tensor.tolist, parts), strict=True):
+    predicted = likeliest.indices[:, 0]
+    if images.has_several_labels:
+        predicted = probabilities >= torch.tensor(thresholds or 0.5)
+    first = probabilities[:, : 0 if is_ranked else None]
+    parts = (indices[order], likeliest.indices, likeliest.values, first)
+    for place, (index, ranked, highest, values) in enumerate(zip(*map(Tensor.tolist, parts), strict=True)):
         cells = [f"{value:.6f}" for value in values]
-        if len(names) > FEW_CLASSES:
+        if is_ranked:
             cells = _next_classes([names[number] for number in ranked], highest)
         own = [values_of[index] for values_of in further.values()]
-        rows.append([index, names[label], names[ranked[0]], f"{highest[0]:.6f}", *cells, *own])
+        texts = label_text(labels[place], names), label_text(predicted[place], names)
+        rows.append([index, *texts, f"{highest[0]:.6f}", *cells, *own])
     mark = ""
     if not "".join([*names, *images.names]).isascii():
         mark = "\ufeff"  # Excel takes a table without a byte order mark for one of Windows' old code pages

@@ -25,10 +25,11 @@ from cifar_lit.base.stats import SIGNIFICANT, binomial_tail, holm, wilson_interv
 from cifar_lit.base.text import natural_key, quoted
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.split import TEST, hashes, image_hashes
+from cifar_lit.data.split import TEST, image_hashes, label_hashes
 from cifar_lit.inference.calibration import expected_calibration_error, perfect_error, reliability, tempered
 from cifar_lit.inference.model_file import ModelCard
 from cifar_lit.inference.sets import Scores, lac_sets, measured_coverage
+from cifar_lit.run.label_results import label_results
 from cifar_lit.run.record import GroupResult
 from cifar_lit.run.run import Run
 from cifar_lit.training.classifier import ImageClassifier
@@ -112,28 +113,30 @@ def test_scores(test: Tested, images: ImageSet, card: ModelCard, held_out: Score
     per_class = {name: round(accuracy, 6) for name, accuracy in zip(images.classes, score.per_class, strict=True)}
     scores: dict[str, object] = {**score.values, "images": score.images}
     scores |= {"interval": accuracy_interval(score), "per_class": per_class}
+    scores["fingerprint"] = fingerprint(images.images, images.labels)
     if test.views:
         scores["tta"] = test.views
     if test.predictions is not None:
         probabilities, labels = test.predictions["probabilities"], test.predictions["labels"]
+        hits = card.task.hits(probabilities.logit(), labels)
+        if card.thresholds is not None:
+            scores["groups"] = group_results(images.columns, hits, None)
+            return scores | label_results(probabilities, labels, card.thresholds, images.classes)
         scores["calibration"] = calibration_of(probabilities, labels, card)
         probabilities = tempered(probabilities, card.temperature)
         covered, sets = None, lac_sets(probabilities, held_out, COVERED)
         if sets is not None:
             covered = sets.gather(1, labels[:, None])[:, 0]
         scores["coverage"] = measured_coverage(probabilities, labels, held_out)
-        scores["groups"] = group_results(images.columns, probabilities.argmax(1) == labels, covered)
-    scores["fingerprint"] = fingerprint(images.images, images.labels)
+        scores["groups"] = group_results(images.columns, hits, covered)
     return scores
 
 
 def accuracy_interval(score: Score) -> list[float] | None:
     """Return Wilson's 95 % interval of the accuracy; None without images."""
-    counts = torch.tensor(score.confusion)
-    correct, images = int(counts.diag().sum()), int(counts.sum())
-    if not images:
+    if not score.images:
         return None
-    low, high = wilson_interval(correct, images)
+    low, high = wilson_interval(round(score.accuracy * score.images), score.images)
     return [round(low, 6), round(high, 6)]
 
 
@@ -222,9 +225,8 @@ def data_record(data: ImageData) -> dict[str, object]:
     """
     images, labels, split = [], [], []  # uint64 (N,), a key per image
     for image_set, sides in data.parts.sides():
-        names = hashes(name.encode() for name in image_set.classes)
         images.append(image_hashes(image_set))
-        labels.append(names[image_set.labels.numpy()])
+        labels.append(label_hashes(image_set))
         split.append(sides.numpy().astype(np.uint64))
     train, val = data.split
     return {

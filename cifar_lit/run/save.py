@@ -39,13 +39,13 @@ def save(model: ImageClassifier, data: ImageData, folder: str | Path) -> None:
     tested = model.predictions
     if tested and not torch.equal(tested["labels"], data.test_images.labels):  # those of a validation
         tested = None
-    card = fitted_card(model_card(model, data), model.net, data, tested)
+    card = fitted_card(model_card(model, data), model, data, tested)
     save_weights(path / MODEL, model.net.state_dict(), card)
     settings = {"dataset": data.dataset, "root": data.settings.root, "val_size": data.given["data.val_size"]}
     for name in ("split", "images", "loading"):
         settings[name] = asdict(getattr(data.settings, name))
     write_text(path / "config.yaml", without_passwords(yaml.safe_dump({"data": settings})))
     if model.score and tested:
-        write_predictions(path / "predictions.csv", [tested], data.test_images)
+        write_predictions(path / "predictions.csv", [tested], data.test_images, card.thresholds)
         scores = test_scores(Tested(model.score, predictions=tested), data.test_images, card, card.coverage)
         write_metrics(path, {"net": card.net, "dataset": data.dataset, "test": scores})

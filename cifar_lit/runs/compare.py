@@ -207,7 +207,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[PairTest], list[str]]:
             missing.append(run.name)
             continue
         hits = by_images.setdefault(run.test["fingerprint"], {})
-        hits[run.name] = np.array([row["label"] == row["predicted"] for row in rows])
+        hits[run.name] = np.array([row.get("label") == row.get("predicted") for row in rows])
     messages = []
     if missing and len(tested) > 1:
         names = ", ".join(missing)

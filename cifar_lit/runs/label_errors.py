@@ -71,7 +71,12 @@ def suspect_labels(images: ImageSet, listed: Sequence[Listed], what: str) -> Sus
         label, suggested = f"label {cells['label']}", f"predicted {cells['suggested']}"
         lines = (f"{label} {100 * own:.1f} %", f"{suggested} {100 * best:.1f} %", images.name(row))
         pictures.append(Picture(data_uri(images.images[row]), f"{what} image: {', '.join(lines)}", lines))
-    return Suspects(len(listed), pictures, len(suspected), sum(cells["confident"] == "yes" for _, cells in listed))
+    return Suspects(
+        len({row for row, _ in listed}),
+        pictures,
+        len(suspected),
+        sum(cells["confident"] == "yes" for _, cells in listed),
+    )
 
 
 class Ranking(NamedTuple):
@@ -84,6 +89,7 @@ class Ranking(NamedTuple):
     best: Tensor  # probability of the predicted class, float (N,)
     suggested: Tensor  # predicted class, int64 (N,)
     confident: Tensor  # whether confident learning counts an image as mislabelled, bool (N,)
+    pairs: Tensor | None = None  # with several labels, what is ranked: an image and a label each, int64 (N, 2)
 
 
 def rank_labels(labels: Tensor, probabilities: Tensor) -> Ranking:
@@ -95,8 +101,14 @@ def rank_labels(labels: Tensor, probabilities: Tensor) -> Ranking:
     its threshold (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels,
     JAIR 2021).
 
-    labels: int64 (N,). probabilities: float (N, classes), of predictors that were not fitted on the image.
+    labels: int64 (N,). probabilities: float (N, classes), of predictors that were not fitted on the image. With several
+    labels, float (N, classes), each pair of an image and a known label is ranked as one of the two classes 0 and 1.
     """
+    if labels.ndim == 2:
+        known = labels >= 0
+        has = probabilities[known]
+        ranking = rank_labels(labels[known].long(), torch.stack((1 - has, has), 1))
+        return ranking._replace(pairs=known.nonzero())
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
@@ -116,17 +128,28 @@ def rank_labels(labels: Tensor, probabilities: Tensor) -> Ranking:
 def listed_images(images: ImageSet, rows: Tensor, ranking: Ranking, parts: Sequence[str]) -> list[Listed]:
     """Return the list of a ranking.
 
-    rows: those of the ranked images in the set. parts: part of each image of the set.
+    rows: those of the ranked images in the set. parts: part of each image of the set. With several labels, the list
+    has all suspected ones (`no cat` is a missing cat), and the least trusted one of each other image.
     """
     listed = []
+    seen: set[int] = set()
     for place, ranked in enumerate(ranking.rows.tolist()):
-        row = int(rows[ranked])
+        image, names = ranked, images.classes
+        if ranking.pairs is not None:
+            image, label = ranking.pairs[ranked].tolist()
+            names = f"no {names[label]}", names[label]
+        if place >= ranking.suspects and image in seen:
+            continue
+        seen.add(image)
+        row = int(rows[image])
+        suggested = int(ranking.suggested[ranked])
+        own = names[int(images.labels[row] if ranking.pairs is None else images.labels[row, label])]
         cells = {
             "index": str(row),
             "path": images.names[row] if images.names else "",
-            "label": images.classes[images.labels[row]],
+            "label": own,
             "probability_of_label": f"{ranking.own[ranked]:.6f}",
-            "suggested": images.classes[ranking.suggested[ranked]],
+            "suggested": names[suggested],
             "probability_of_suggested": f"{ranking.best[ranked]:.6f}",
             "score": f"{ranking.scores[ranked]:.6f}",
             "part": parts[row],
@@ -190,7 +213,9 @@ def find_duplicates(train: ImageSet, test: ImageSet) -> Duplicates:
         for row in test_rows:
             if not is_identical[row]:
                 pairs.append(Pair(_labelled("Test", test, row), _labelled("Training", train, group[0])))
-    conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
+    conflicting = 0
+    for row in is_identical.nonzero()[:, 0].tolist():
+        conflicting += train.label_text(int(same_rows[row])) != test.label_text(row)
     return Duplicates(pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting)
 
 
@@ -204,6 +229,6 @@ def _thumbnails(images: ImageSet) -> np.ndarray:
 
 
 def _labelled(what: str, images: ImageSet, row: int) -> Picture:
-    label = images.classes[images.labels[row]]
+    label = images.label_text(row)
     name = images.name(row)
     return Picture(data_uri(images.images[row]), f"{what} image {name}: {label}", (f"{what[:5].lower()} {name}", label))

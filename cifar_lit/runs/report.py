@@ -16,6 +16,7 @@ from cifar_lit.base.text import listed, note, printable_lines, quoted
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.inference.logits import set_logits
+from cifar_lit.run.label_results import label_results
 from cifar_lit.run.predictions import PredictionTable, prediction_table, read_probabilities
 from cifar_lit.run.record import (
     Metrics,
@@ -79,8 +80,11 @@ def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
         note("the run was tested on other images: evaluating these test images now")
         metrics["test"] = None
     if probabilities is None:
-        probabilities = set_logits(net, test, torch.arange(len(test)), "predicting the test images").softmax(1)
+        logits = set_logits(net, test, torch.arange(len(test)), "predicting the test images")
+        probabilities = net.card.task.probabilities(logits)
     probabilities = tempered(probabilities.double(), net.card.temperature)
+    if net.card.thresholds is not None and not metrics.get("test"):
+        metrics["test"] = label_results(probabilities, test.labels, net.card.thresholds, data.classes)
     values = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
     return page_of(run, metrics, data, values, find_duplicates(_used(data), test))
 
@@ -102,7 +106,8 @@ def page_of(
     suspected = read_list(run, train)
     if suspected is not None:
         findings = findings._replace(train=suspect_labels(train, suspected, "Training"))
-    return render(run, metrics, data, prediction_table(predictions), findings)
+    table = predictions if test.has_several_labels else prediction_table(predictions)
+    return render(run, metrics, data, table, findings)
 
 
 def _used(data: ImageData) -> ImageSet:
@@ -115,17 +120,25 @@ def _used(data: ImageData) -> ImageSet:
     return images.subset(keep.nonzero()[:, 0])
 
 
-def render(run: Path, metrics: Metrics, data: ImageData, predictions: PredictionTable, findings: Findings) -> str:
+def render(
+    run: Path,
+    metrics: Metrics,
+    data: ImageData,
+    predictions: PredictionTable | Mapping[str, Tensor],
+    findings: Findings,
+) -> str:
     """Return the page as HTML with all text escaped.
 
-    metrics: contents of metrics.json. predictions: those for the test images, with the temperature of the net.
+    Args:
+        metrics: contents of metrics.json.
+        predictions: those for the test images, with the temperature of the net. With several labels an image,
+            `ImageClassifier.predictions`.
     """
-    classes = data.classes
-    matrix = predictions.confusion(len(classes))
-    bins = reliability(predictions.probability, predictions.hits)
-    correct, images = int(predictions.hits.sum()), len(predictions.labels)
-    rows = _class_rows(matrix, classes, data.class_counts.tolist())
     test = scores_of(metrics)
+    if isinstance(predictions, PredictionTable):
+        images, parts = len(predictions.labels), _class_parts(data, predictions)
+    else:
+        images, parts = len(predictions["labels"]), _label_parts(test, data, predictions)
     charts = []
     for name, lines in curves(run).items():
         ends = [f"{PART_NAMES[part]} ends at {points[-1][1]:.4g}" for part, points in lines.items()]
@@ -138,24 +151,52 @@ def render(run: Path, metrics: Metrics, data: ImageData, predictions: Prediction
         metrics=metrics,
         test=test,
         images=images,
-        correct=correct,
-        interval=wilson_interval(correct, images),
         summary=summary(metrics),
         charts=charts,
-        class_rows=rows,
-        worse=_worse_classes(rows, correct / images),
-        names=classes,
-        matrix=matrix.tolist(),
-        largest=int(matrix.clone().fill_diagonal_(0).max()),
-        confused=_most_confused(matrix, classes),
-        error=expected_calibration_error(bins),
-        bins=[part for part in reversed(bins) if part.images],
+        names=data.classes,
         group_lines=group_lines(test),
-        mean=float(predictions.probability.mean()),
-        mistakes=_mistakes(data, predictions),
         findings=findings,
         missing_list=missing_list(run),
+        **parts,
     )
+
+
+def _class_parts(data: ImageData, table: PredictionTable) -> dict[str, Any]:
+    """Return the parts of the page about the classes of images with one label each."""
+    classes = data.classes
+    matrix = table.confusion(len(classes))
+    bins = reliability(table.probability, table.hits)
+    correct, images = int(table.hits.sum()), len(table.labels)
+    rows = _class_rows(matrix, classes, data.class_counts.tolist())
+    return {
+        "correct": correct,
+        "interval": wilson_interval(correct, images),
+        "class_rows": rows,
+        "worse": _worse_classes(rows, correct / images),
+        "matrix": matrix.tolist(),
+        "largest": int(matrix.clone().fill_diagonal_(0).max()),
+        "confused": _most_confused(matrix, classes),
+        "error": expected_calibration_error(bins),
+        "bins": [part for part in reversed(bins) if part.images],
+        "mean": float(table.probability.mean()),
+        "mistakes": _mistakes(data, table),
+    }
+
+
+def _label_parts(test: Metrics, data: ImageData, predictions: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the parts of the page about several labels: their numbers, the worst first, and which are confused."""
+    rows = []
+    for (name, numbers), trained in zip(test["labels"].items(), data.class_counts.tolist(), strict=True):
+        rows.append({**numbers, "name": name, "trained": trained})
+    labels = predictions["labels"]
+    thresholds = torch.tensor([row["threshold"] for row in rows])
+    given = (predictions["probabilities"] >= thresholds).float()
+    missed, surplus = (labels == 1) * (1 - given), (labels == 0) * given
+    matrix = (missed.T @ surplus).long()
+    matrix += ((labels == 1).sum(0) - matrix.sum(1)).diag()  # rows add up to the images with the label
+    confused = _most_confused(matrix, data.classes)
+    rows.sort(key=lambda row: (row["images"] == 0, row["average_precision"]))
+    return {"label_rows": rows, "confused": confused}
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:

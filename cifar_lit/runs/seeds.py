@@ -16,7 +16,7 @@ class Group(NamedTuple):
     recipe: str
     settings: dict[str, str]  # only those that differ between groups, as text
     runs: list[str]  # names
-    accuracies: dict[str, float]  # of the first run of each seed, and by name of each run without a seed
+    accuracies: dict[str, float]  # by seed, that of its first run; by name those of runs without a seed
     # `stats.mean_interval` over these.
     accuracy: dict[str, Any]
     train_seconds: dict[str, Any] | None

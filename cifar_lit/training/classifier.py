@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,18 +18,19 @@ from torchmetrics import Metric
 from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.base.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.base.plugins import NameOrObject, is_import_path, part_name
-from cifar_lit.base.settings import changed_settings, plain_settings, saved_settings
+from cifar_lit.base.settings import changed_settings, group_of, plain_settings, saved_settings
 from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.image_set import Batch, Pair, as_batch
 from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net, check_shapes, lay_out
 from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.loss import build_loss
-from cifar_lit.training.metrics import VIEWS, Evaluation, PredictionCollector, view_logits
+from cifar_lit.training.metrics import EVALUATIONS, VIEWS, PredictionCollector, view_logits
 from cifar_lit.training.optimizers import align_restored_state, as_given, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import NotFiniteLoss, TrainingRows, check_finite, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.score import Score
+from cifar_lit.training.task import OneLabel, SeveralLabels, Task
 
 DEFAULT_SHAPE = (3, 32, 32)
 # Settings of the Trainer that change what is computed.
@@ -58,7 +60,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
     Trains and tests on any datamodule or DataLoader with batches `(images, labels)`: normalised float images (B, C, H,
-    W) and int64 labels (B,), or with batches of the type `data.image_set.Batch`.
+    W) and labels, int64 (B,), or with several labels an image float32 (B, classes); or with batches of the type
+    `data.image_set.Batch`.
 
     Args:
         net: name of a net; or a class or a function (see `models.registry`), or the import path of one; or a torch
@@ -85,7 +88,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,). In Python also classes or import paths, called with `num_classes` if their signature has it.
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
-            more than five classes), loss (the lowest), or one of `metrics`.
+            more than five classes), loss (the lowest), or one of `metrics`. With several labels, the default is
+            mean_average_precision.
+        task: a `training.task.SeveralLabels` if an image has several labels. Default: that of the datamodule.
 
     Features set `loss.changes`, `regroup`, `class_balance` and `needs_length` in their `setup("fit")`; before it, each
     fit resets them.
@@ -121,15 +126,20 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         temperature: float | None = None,
         tta: str = "none",
         metrics: dict[str, Metric] | None = None,
-        monitor: str = "accuracy",
+        monitor: str | None = None,
+        task: SeveralLabels | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule", "loss"])
+        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule", "loss", "task"])
         parts = {"net": net, "optimizer": optimizer, "schedule": schedule, "loss": loss}
         self.hparams.update({name: part_name(part) for name, part in parts.items()})
         self._objects = {name: part for name, part in parts.items() if not isinstance(part, str)}
         check_model(self.hparams)
         self._metrics = metrics
+        self.task: Task = OneLabel()
+        self.hparams["task"] = None
+        if task is not None:
+            self._set_task(group_of(SeveralLabels, task, "model.task"))
         if isinstance(net, nn.Module):
             self.hparams["net"] = type(net).__name__
         elif not isinstance(net, str) or is_import_path(net):
@@ -161,9 +171,16 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self.net = net
         lay_out(net, name)
         check_shapes(net, name, input_shape, num_classes)
-        self.evaluation = Evaluation(num_classes, self._metrics)
-        self.views = Evaluation(num_classes)
+        evaluation = EVALUATIONS[self.task.name]
+        self.evaluation, self.views = evaluation(num_classes, self._metrics), evaluation(num_classes)
+        self._collector = PredictionCollector(self.task)
+        self.loss.task = self.task
+        h.update(monitor=h["monitor"] or self.task.monitor)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
+
+    def _set_task(self, task: SeveralLabels) -> None:
+        self.task = task
+        self.hparams["task"] = asdict(task)
 
     def part(self, name: str) -> Any:
         """Return the net, optimizer or schedule as it was given: a name, a class, a function or an object."""
@@ -176,6 +193,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         if not hasattr(data, "class_count"):
             raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
         shape = self.hparams["input_shape"] or getattr(data, "input_shape", None)
+        if self.hparams["task"] is None and getattr(data, "has_several_labels", False):
+            self._set_task(SeveralLabels())
         self._build(shape, int(data.class_count))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -292,7 +311,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         name = self.hparams["monitor"]
         further = self.evaluation.further
         mode = "max"
-        if name == "loss" or (name in further and further[name].higher_is_better is False):
+        if name in ("loss", "hamming_loss") or (name in further and further[name].higher_is_better is False):
             mode = "min"
         return f"val/{name}", mode
 
@@ -361,10 +380,11 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         """
         with torch.autocast(self.device.type, enabled=False):
             if isinstance(batch, Tensor):
-                return {"probabilities": self(batch).float().softmax(1)}
+                return {"probabilities": self.task.probabilities(self(batch).float())}
             batch = as_batch(batch)
-            counted = batch.labels >= 0
-            values = {"labels": batch.labels, "probabilities": self(batch.images).float().softmax(1)}
+            counted = self.task.counted(batch.labels)
+            probabilities = self.task.probabilities(self(batch.images).float())
+            values = {"labels": batch.labels, "probabilities": probabilities}
             if len(batch.indices):
                 values["indices"] = batch.indices
             return {name: value[counted] for name, value in values.items()}
@@ -417,8 +437,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     def _settings(self) -> dict[str, object]:
         """Return the settings of program and model, and of the Trainer in a fit, by dotted name."""
         settings = {**self.program, **plain_settings("model", self.hparams)}
-        if self.hparams["num_classes"] is None:  # the shape comes from the data
-            del settings["model.num_classes"], settings["model.input_shape"]
+        for name in ("num_classes", "input_shape", "task", "monitor"):
+            if self.hparams[name] is None:  # it comes from the data
+                del settings[f"model.{name}"]
         if self._trainer is not None:
             limits = {name: getattr(self.trainer, name) for name in TRAINER_SETTINGS}
             settings |= plain_settings("trainer", limits)

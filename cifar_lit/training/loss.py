@@ -1,20 +1,20 @@
-"""The training loss: cross-entropy, and the changes of it that features make."""
+"""The training loss: that of the task, and the changes of it that features make."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from cifar_lit.base.plugins import NameOrObject, build_part
 from cifar_lit.data.image_set import Batch
+from cifar_lit.training.task import OneLabel, Task
 
 Change = Callable[[Tensor, Tensor, Batch], Tensor]  # losses (B,), logits (B, classes), batch -> losses (B,)
 
 
 class Loss:
-    """Cross-entropy with label smoothing, averaged over the images of a batch.
+    """The loss of a task with label smoothing, averaged over the images of a batch.
 
     Override `compute` for another loss.
 
@@ -22,9 +22,12 @@ class Loss:
         label_smoothing: share of the target spread over all classes.
 
     Attributes:
+        task: what a label is; the model sets it.
         changes: functions that change the losses of the images before their mean is taken. Each fit begins without:
             a callback appends its function in `setup`.
     """
+
+    task: Task = OneLabel()
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
@@ -45,9 +48,9 @@ class Loss:
     def compute(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Return the losses (B,) of the images for the reduction `none`, their mean for `mean`.
 
-        targets: labels, int64 (B,), or shares of the classes, float32 (B, classes).
+        targets: labels as in `data.image_set.Batch`, or shares of the classes, float32 (B, classes).
         """
-        return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing, reduction=reduction)
+        return self.task.loss(logits, targets, self.label_smoothing, reduction)
 
 
 def build_loss(loss: NameOrObject, label_smoothing: float) -> Loss:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import Metric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.utilities import dim_zero_cat
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.plugins import build_part
+from cifar_lit.training.label_scores import LABEL_SCORES, label_scores
 from cifar_lit.training.score import RESERVED, TOP, Score, value_names
+from cifar_lit.training.task import OneLabel, SeveralLabels, Task
 
 
 class MeanLoss(Metric):
@@ -47,49 +50,49 @@ class MeanLoss(Metric):
         return torch.where(unusable > 0, torch.nan, total.float() * self.UNIT / count)
 
 
-def top_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the number of images whose class is among the TOP most likely classes; -1 in `labels` is padding.
-
-    Ties count as hits, so that the result does not depend on the device, as the order of `topk` does. A NaN logit is
-    no hit.
-    """
-    label_logits = logits.gather(1, labels.clamp_min(0)[:, None])
-    return (((logits <= label_logits).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
-
-
 class Evaluation(nn.Module):
-    """Loss, confusion matrix (in integers), top-5 hits and further metrics of one pass over a set."""
+    """Loss, confusion matrix (in integers), top-5 hits and further metrics of one pass over a set, one label each."""
+
+    task: Task = OneLabel()
 
     def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
-        self.top5 = SumMetric(nan_strategy="disable") if num_classes > TOP else None
+        self.top5: Metric | None = None
+        if num_classes > TOP:
+            self.top5 = MulticlassAccuracy(
+                num_classes, top_k=TOP, average="micro", ignore_index=-1, validate_args=False
+            )
         further = {}
         for name, metric in (metrics or {}).items():
             if name in RESERVED:
                 raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json: rename it")
-            further[name] = build_part(metric, Metric, num_classes=num_classes).clone()
+            further[name] = build_part(metric, Metric, **{self.task.size: num_classes}).clone()
         self.further = MetricCollection(further, compute_groups=False)
         self.names = value_names(num_classes, further)  # names of the values in a score
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add logits (B, classes) and labels, int64 (B,); -1 is padding."""
-        counted = labels >= 0
+        """Add logits (B, classes) and labels as in `data.image_set.Batch`; -1 is padding."""
+        counted = self.task.counted(labels)
         logits = logits.float()  # probabilities in bfloat16 would tie
-        self.loss.update(F.cross_entropy(logits, labels.clamp_min(0), reduction="none"), counted)
-        self.confusion.update(logits, labels)
-        if self.top5 is not None:
-            self.top5.update(top_hits(logits, labels))
+        self._count(logits, labels, counted)
         if not len(self.further):
             return
-        if len(labels) and bool(counted.all()):  # Either all images of a batch are padding, or none.
-            self.further.update(logits, labels)
+        if bool(counted.any()):
+            self.further.update(logits[counted], labels[counted].long())
             return
         for metric in self.further.values():
             # To gather a list, torchmetrics needs an entry with the same dtype and number of dimensions on each device.
             if any(isinstance(state, list) for state in metric._defaults.values()):
-                metric.update(logits[:0], labels[:0])
+                metric.update(logits[:0], labels[:0].long())
+
+    def _count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
+        """Update the metrics that every score needs. counted: bool (B,), false for padding."""
+        self.loss.update(F.cross_entropy(logits, labels.clamp_min(0), reduction="none"), counted)
+        self.confusion.update(logits, labels)
+        if self.top5 is not None:
+            self.top5.update(logits, labels)
 
     def compute(self) -> Score:
         """Return the score over all devices. Collective: every rank must call this."""
@@ -103,14 +106,13 @@ class Evaluation(nn.Module):
             per_class=(hits.double() / counts).tolist(),
             confusion=matrix.tolist(),
             further={name: float(value) for name, value in self.further.compute().items()},
-            top5=None if self.top5 is None else float(self.top5.compute().cpu().double() / counts.sum()),
+            top5=None if self.top5 is None else round(float(self.top5.compute()), 6),
         )
 
     def reset(self) -> None:
         """Reset all metrics."""
-        for metric in (self.loss, self.confusion, self.top5, self.further):
-            if metric is not None:
-                metric.reset()
+        for metric in self.children():
+            metric.reset()  # type: ignore[operator]
 
 
 class PredictionCollector(Metric):
@@ -125,33 +127,67 @@ class PredictionCollector(Metric):
     labels: list[Tensor]
     logits: list[Tensor]
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task = OneLabel()) -> None:  # noqa: B008 (it has no state)
         super().__init__()
+        self.task = task
         for name in ("indices", "labels", "logits"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, logits: Tensor, labels: Tensor, indices: Tensor) -> None:
-        """Add logits (B, classes), labels, int64 (B,), -1 for padding, and rows of the set, int64 (B,)."""
+        """Add logits (B, classes), labels as in `data.image_set.Batch`, and rows of the set, int64 (B,)."""
         self.indices.append(indices)
         self.labels.append(labels)
         self.logits.append(logits.detach().float())  # some backends cannot send bfloat16
 
     def compute(self) -> dict[str, Tensor]:
-        """Return `indices` and `labels`, int64 (N,), `probabilities` (N, classes), and `novelty` (N,), the energy.
+        """Return `indices`, int64 (N,), `labels`, `probabilities` (N, classes), and `novelty` (N,), the energy.
 
         All are on the CPU. Images of all devices are sorted by index. Floats are float64, in which different logits
         have different probabilities.
         """
         indices, labels, logits = (dim_zero_cat(state).cpu() for state in (self.indices, self.labels, self.logits))
         rows = indices.argsort()
-        rows = rows[labels[rows] >= 0]  # not in `update`, where it would synchronise the device
+        rows = rows[self.task.counted(labels[rows])]  # not in `update`, where it would synchronise the device
         logits = logits[rows].double()
-        values = {"probabilities": logits.softmax(1), "novelty": -logits.logsumexp(1)}
+        values = {"probabilities": self.task.probabilities(logits), "novelty": -logits.logsumexp(1)}
         return {"indices": indices[rows], "labels": labels[rows], **values}
 
     def predictions(self) -> dict[str, Tensor]:
         """Return the result of `compute`, with at least one dimension: torchmetrics squeezes single rows."""
         return {name: torch.atleast_1d(values) for name, values in self.compute().items()}
+
+
+class SeveralEvaluation(Evaluation):
+    """Loss and scores of one pass over a set of images with several labels, at a probability of 1/2."""
+
+    task: Task = SeveralLabels()
+
+    def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
+        super().__init__(num_classes, metrics)
+        self.names = value_names(0, [*LABEL_SCORES, *self.further])
+        self.predictions = PredictionCollector(self.task)
+
+    def _count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
+        self.loss.update(self.task.loss(logits, labels, 0.0, "none"), counted)
+        self.predictions.update(logits, labels, counted.long())
+
+    def compute(self) -> Score:
+        """Return the score over all devices. Collective: every rank must call this."""
+        found = self.predictions.predictions()
+        images = len(found["labels"])
+        scores = label_scores(found["probabilities"], found["labels"], 0.5, np.ones((1, images), int))
+        totals = {name: round(float(value[0]), 6) for name, value in scores.totals.items()}
+        return Score(
+            accuracy=totals.pop("accuracy"),
+            loss=round(float(self.loss.compute()), 6),
+            images=images,
+            per_class=scores.average_precision[0].tolist(),
+            confusion=[],
+            further=totals | {name: float(value) for name, value in self.further.compute().items()},
+        )
+
+
+EVALUATIONS = {OneLabel.name: Evaluation, SeveralLabels.name: SeveralEvaluation}  # by the task
 
 
 # ---- test-time augmentation

@@ -89,7 +89,7 @@ class TrainingRows:
         self._has_steps = True
         if batch.loss_weight:
             self._loss.add_(loss.detach(), alpha=len(batch.labels))
-            self._hits.add_(logits.argmax(1).eq_(batch.labels).sum())
+            self._hits.add_(self._model.task.hits(logits, batch.labels).sum())
             self._images += len(batch.labels)
 
     def epoch_means(self) -> dict[str, float]:

@@ -22,9 +22,9 @@ class Score(NamedTuple):
     """Result of one evaluation. Accuracies are fractions; the loss is a mean over images.
 
     Args:
-        per_class: accuracy of each class, NaN for a class without images.
-        confusion: number of images by class (rows) and predicted class (columns).
-        further: values of `model.metrics`.
+        per_class: accuracy of each class, or average precision of each label; NaN for one without images.
+        confusion: number of images by class (rows) and predicted class (columns); empty with several labels an image.
+        further: values of `model.metrics`. With several labels, `label_scores.LABEL_SCORES` as well.
         top5: fraction of images whose class is among the TOP likeliest; None with TOP classes or fewer.
     """
 
@@ -96,6 +96,7 @@ METRICS = {
 # Names in metrics.json that are not available to `model.metrics`.
 RESERVED = (
     "accuracy", "loss", "images", "interval", "per_class", "tta", "calibration", "coverage", "groups", "fingerprint",
+    "labels", "at_thresholds",
 )  # fmt: skip
 
 

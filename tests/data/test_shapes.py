@@ -44,3 +44,14 @@ def test_the_images_of_a_seed_never_change() -> None:
     assert drawn.labels[:10].tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
     # Approximate: sine and cosine may differ in their last bit between processors.
     assert float(drawn.images.float().mean()) == pytest.approx(127.966, abs=0.01)
+
+
+@pytest.mark.parametrize("size", [32, (17, 33)])
+def test_an_image_with_several_figures_has_their_classes_as_labels(size: int | tuple[int, int]) -> None:
+    images = shapes(True, image_size=size, count=200, num_classes=5, figures=3)
+    height, width = (size, size) if isinstance(size, int) else size
+    assert images.images.shape == (200, height, width, 3)
+    numbers = images.labels.sum(1)
+    assert {*numbers.tolist()} == {1, 2, 3} and images.labels.sum(0).min() > 40
+    again = shapes(True, image_size=size, count=150, num_classes=5, figures=3)
+    assert torch.equal(again.images, images.images[:150]) and torch.equal(again.labels, images.labels[:150])

@@ -145,3 +145,62 @@ def test_a_constant_channel_has_the_mean_deviation_of_the_others(capsys: pytest.
     assert channel_statistics(as_set(images), rows)[1] == [red] * 3
     assert "2 of 3 channels of the training images are constant: they are normalised as" in capsys.readouterr().err
     assert channel_statistics(as_set(torch.full_like(images, 77)), rows)[1] == [0.25] * 3
+
+
+# ---- several labels
+
+
+def several(count: int = 1000) -> torch.Tensor:
+    """Return labels of 6 classes, from 2 % to 50 % of the images, some of them always together."""
+    rng = np.random.default_rng(0)
+    labels = rng.random((count, 6)) < (0.5, 0.2, 0.1, 0.05, 0.02, 0)
+    labels[:, 5] = labels[:, 3]
+    return torch.from_numpy(labels).float()
+
+
+@pytest.mark.parametrize("val_size", [0.1, 0.5])
+def test_each_of_several_labels_gives_its_share_of_validation_images(val_size: float) -> None:
+    labels = several()
+    train, val = split_validation(labels, val_size, seed=0)
+    assert torch.equal(torch.cat([train, val]).sort().values, torch.arange(1000))
+    assert abs(len(val) - 1000 * val_size) <= 2
+    assert (labels[val].sum(0) - val_size * labels.sum(0)).abs().max() <= 3
+    none = ~labels.any(1)
+    assert abs(int(none[val].sum()) - val_size * int(none.sum())) <= 2
+    other = split_validation(labels, val_size, seed=1)[1]
+    assert not torch.equal(val, other) and torch.equal(val, split_validation(labels, val_size, seed=0)[1])
+
+
+def test_a_label_of_three_images_is_on_both_sides() -> None:
+    labels = torch.zeros(60, 2)
+    labels[::20, 0] = 1
+    labels[5:, 1] = 1
+    for seed in range(5):
+        _, val = split_validation(labels, 1 / 3, seed)
+        assert int(labels[val, 0].sum()) == 1
+
+
+def test_groups_of_images_with_several_labels_stay_together() -> None:
+    labels = several()
+    groups = torch.arange(1000) // 4
+    _, val = split_validation(labels, 0.2, 0, groups)
+    side = torch.zeros(1000)
+    side[val] = 1
+    assert_whole(groups, side)
+    assert abs(len(val) - 200) <= 4 and (labels[val].sum(0) - 0.2 * labels.sum(0)).abs().max() <= 15
+    folds = fold_rows(labels, groups, 5, seed=0)
+    assert_whole(groups, folds)
+    assert (torch.bincount(folds) - 200).abs().max() <= 8
+
+
+def test_many_rare_labels_give_validation_images_too() -> None:
+    labels = torch.eye(50).repeat(4, 1)
+    _, val = split_validation(labels, 0.1, seed=0)
+    assert len(val) == 20
+
+
+def test_a_share_of_images_keeps_the_shares_of_several_labels() -> None:
+    labels = several()
+    images = ImageSet(torch.zeros(1000, 1, 1, 3, dtype=torch.uint8), labels, tuple("abcdef"))
+    taken = take_share(images, torch.arange(1000), 0.1, seed=0)
+    assert abs(len(taken) - 100) <= 2 and (labels[taken].sum(0) - 0.1 * labels.sum(0)).abs().max() <= 3

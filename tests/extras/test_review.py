@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -100,8 +102,9 @@ def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> N
     Image.new("L", (1600, 400)).save(file)
     probabilities = torch.tensor([[0.2, 0.7, 0.1]] * 3)
     missing = str(tmp_path / "gone.jpg")
+    net: Any = SimpleNamespace(classes=CLASSES, card=SimpleNamespace(thresholds=None))
     queue = Queue(
-        ["0", file, missing], ["cat", None, None], None, probabilities, embeddings[[0, 2, 2]], CLASSES, train, keys,
+        ["0", file, missing], ["cat", None, None], None, probabilities, embeddings[[0, 2, 2]], net, train, keys,
         [6, 5, 4, 3, 2, 1, 0], embeddings.flip(0),
     )  # fmt: skip
     shown = queue.details(0)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from starlette.testclient import TestClient
 
 from cifar_lit.extras.web import Server
 from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD
+from cifar_lit.inference.model_file import ModelCard, load_model_file, save_weights
 from cifar_lit.runs.label_errors import (
     list_training_labels,
     listed_images,
@@ -134,6 +136,64 @@ def test_a_training_takes_the_table_with_the_split_of_the_run(layout: str, revie
     labels = dict(zip(shown, again.train_images.labels.tolist(), strict=True))
     assert labels[str(changed)] == labels[str(changed_val)] == 2
     assert sorted(path.read_bytes() for path in Path("animals").rglob("*.png")) == before
+
+
+def test_several_labels_are_switched_and_a_training_takes_them(review: Callable[..., Answer]) -> None:
+    draw_folder(Path("animals"), {"": 12})
+    texts = ["cat|dog", "", "owl", "dog"] * 3
+    lines = [f"{number}.png,{text},{'test' if number > 8 else 'train'}" for number, text in enumerate(texts)]
+    Path("animals/labels.csv").write_text("\n".join(["path,label,split", *lines]))
+    run = write_run("runs/small-1", root="animals/labels.csv", val_size=2)
+    card = load_model_file(run)
+    save_weights(run / "model.safetensors", card.net.state_dict(), replace(card.card, thresholds=[0.0, 1.0, 0.0]))
+    data = ImageData(**config_of(run)["data"])
+    rows = torch.arange(len(data.train_images))
+    values = torch.full((len(rows), 3), 0.5)
+    place = data.train_images.names.index("0.png")
+    values[place] = torch.tensor([0.1, 0.9, 0.8])  # cat is surplus, owl is missing
+    np.save(run / OUT_OF_FOLD, values.numpy())
+    np.save(run / FEATURES, torch.randn(len(rows), 4).numpy())
+    list_training_labels(run, data.train_images, data.parts.part_names())
+
+    def visit(client: TestClient) -> None:
+        answer = client.get("images").json()
+        assert answer["several"] and answer["suspects"] == 1 and len(answer["images"]) == len(rows)
+        shown = answer["images"][0]
+        assert (shown["name"], shown["label"], shown["predicted"]) == ("0.png", "cat|dog", "cat|owl")
+        assert {label for _, label in client.get("image/0").json()["nearest"]} <= {"cat|dog", "", "owl", "dog"}
+        refused = client.post("decide", json={"item": 0, "action": "relabel", "label": "dog|\t"})
+        assert refused.status_code == 422
+        body = {"item": 0, "action": "relabel", "label": "dog|owl|hen"}
+        assert client.post("decide", json=body).json() == {"action": "relabel", "now": "dog|owl|hen"}
+        assert client.get("images").json()["classes"] == ["cat", "dog", "owl", "hen"]
+
+    answer = review(visit, run)
+    assert answer.lines[-1].endswith('labels-reviewed.csv --data.separator "|"')
+    again = reviewed(run).train_images
+    assert again.classes == ("cat", "dog", "hen", "owl")
+    own = {Path(name).name: again.label_text(row) for row, name in enumerate(again.names)}
+    assert own["0.png"] == "dog|hen|owl" and own["1.png"] == "" and own["4.png"] == "cat|dog"
+
+
+def test_several_labels_of_drawn_images_are_not_reviewed() -> None:
+    run = write_run(
+        "runs/small-1", dataset="shapes", images={"figures": 2, "count": 30, "image_size": 16, "num_classes": 3}
+    )
+    card = ModelCard("lenet", 1.0, [3, 16, 16], ["circle", "square", "triangle"], [0.5] * 3, [0.25] * 3)
+    save_weights(run / "model.safetensors", load_model_file(run).net.state_dict(), card)
+    line = "review corrects several labels of your own pictures, and shapes has none"
+    assert_refused(run_command("review", run, "--export"), 2, line)
+
+
+def test_a_class_with_a_vertical_bar_stays_one_class(review: Callable[..., Answer]) -> None:
+    draw_folder(Path("animals"), {"cat|dog": 8, "owl": 8, "cat": 8})
+    run = write_net(Path("runs/small-1"), "lenet", side=16, classes=["cat", "cat|dog", "owl"])
+    settings = {"dataset": "folder", "root": "animals", "images": {"image_size": 16}, "loading": {"cache_dir": "cache"}}
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
+    answer = review(lambda client: None, run)
+    assert answer.lines[-1].endswith('labels-reviewed.csv --data.separator ""')
+    assert reviewed(run, images={"image_size": 16, "separator": ""}).classes == ("cat", "cat|dog", "owl")
+    exported(run)
 
 
 def test_a_cross_validation_keeps_the_test_images_of_its_data_set_apart() -> None:
@@ -344,7 +404,7 @@ def test_invalid_inputs_get_one_line(run_dir: Path) -> None:
     run = Path(shutil.copytree(run_dir, "own-1"))
     Path("bare-1").mkdir()
     shutil.copy(run / "model.safetensors", "bare-1")
-    assert_refused(run_command("review", "bare-1"), 2, "bare-1 has no config.yaml that names the data: add --dataset")
+    assert_refused(run_command("review", "bare-1"), 2, "bare-1 has no config.yaml that names the data: name")
     (run / "review.jsonl").write_text("{}\n")
     assert_refused(run_command("review", "own-1"), 1, "review.jsonl, line 1 is not a decision")
     (run / "folds.json").write_text('{"folds": ["../../elsewhere-1"]}')

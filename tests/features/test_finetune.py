@@ -121,6 +121,19 @@ def test_the_label_of_an_image_has_no_influence_on_its_own_prediction(monkeypatc
     assert not torch.equal(before[~mates], after[~mates])
 
 
+def test_wrong_ones_of_several_labels_rank_first_out_of_fold() -> None:
+    features, classes, _ = planted(wrong=1)
+    labels = torch.stack([classes == 0, classes <= 1], 1).float()
+    wrong = [(3, 0), (10, 1), (46, 0), (71, 1)]
+    for row, label in wrong:
+        labels[row, label] = 1 - labels[row, label]
+    weight, bias = fit_head(features, labels, 2, views=1)
+    assert rank_labels(labels, (features @ weight.T + bias).sigmoid()).suspects == 0
+    ranking = rank_labels(labels, out_of_fold(features, labels, 2))
+    assert ranking.pairs is not None
+    assert {*map(tuple, ranking.pairs[ranking.rows[:5]].tolist())} >= {*wrong}
+
+
 # ---- in a fit
 
 

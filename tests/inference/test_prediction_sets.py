@@ -1,4 +1,4 @@
-"""Prediction sets: their coverage, and the same sets from Python, `classify`, `serve` and exported files."""
+"""Prediction sets: their coverage, and the same sets from Python, `classify` and `serve`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import onnxruntime
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 import cifar_lit
 from cifar_lit.base.errors import UsageError
@@ -24,7 +22,6 @@ from cifar_lit.cli.classify import classify
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.calibration import tempered
-from cifar_lit.inference.export import Options, export
 from cifar_lit.inference.model_file import ModelCard, load_model_file, save_weights
 from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import (
@@ -39,6 +36,7 @@ from cifar_lit.run.card import fitted_card
 from cifar_lit.run.results import Tested, calibration_of
 from cifar_lit.run.results import test_scores as run_scores
 from cifar_lit.training.score import Score
+from cifar_lit.training.task import OneLabel
 
 PICTURES = shapes(False, image_size=16, num_classes=4, count=860)
 IMAGES = PICTURES.images[:30].permute(0, 3, 1, 2).contiguous()
@@ -110,7 +108,8 @@ def test_without_validation_images_the_sets_use_the_temperature_of_the_recipe(te
     card = ModelCard("lenet", 1.0, [3, 8, 8], list("abcde"), [0.5], [0.5], temperature=temperature)
     tested = {"labels": labels[:2000], "probabilities": probabilities[:2000], "novelty": labels[:2000].float()}
     data: Any = SimpleNamespace(split=(labels, labels[:0]))
-    fitted = fitted_card(card, nn.Identity(), data, tested)
+    model: Any = SimpleNamespace(task=OneLabel())
+    fitted = fitted_card(card, model, data, tested)
     new = tempered(probabilities[2000:], fitted.temperature)
     for level in LEVELS:
         sets = prediction_sets(new, set_limit(fitted.coverage, level))
@@ -178,24 +177,6 @@ def test_python_and_classify_give_the_same_sets(
     assert answer.err.startswith(
         "unknown is a hint: it marks about 5 % of images of the known classes, and misses many"
     )
-
-
-@pytest.mark.slow
-def test_an_exported_file_has_the_outputs_set_and_unknown(stored: Path, tmp_path: Path) -> None:
-    predictions = cifar_lit.load(stored).predict_batch(IMAGES, reject=0.2, coverage=0.7)
-    expected = [[name in (each.prediction_set or ()) for name in PICTURES.classes] for each in predictions]
-    options = Options(reject=0.2, coverage=0.7)
-    export(load_model_file(stored), "onnx", tmp_path / "onnx", options)
-    session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
-    probabilities, unknown, sets = session.run(None, {"images": IMAGES.numpy()})
-    best = [each.probability for each in predictions]  # at the temperature
-    assert probabilities.max(1).tolist() == pytest.approx(best, abs=1e-5)
-    assert (unknown.dtype, unknown.tolist()) == (np.bool_, [each.unknown for each in predictions])
-    assert (sets.dtype, sets.tolist()) == (np.bool_, expected)
-    about = session.get_modelmeta().custom_metadata_map
-    assert (about["reject"], about["coverage"]) == ("0.2", "0.7")
-    assert about["output 3"].startswith("prediction_set: bool (batch, 4)")
-    assert json.loads(about["card"])["coverage"] is None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def in_mode(mode: str) -> Image.Image:
 
 def test_the_repr_shows_net_classes_size_and_test_accuracy(tmp_path: Path) -> None:
     run = write_net(tmp_path)
-    shown = "Classifier(shapenet, 4 classes (cat, dog, eel, …), images 3×32×32"
+    shown = "Classifier(shapenet, 4 classes (cat, dog, eel and 1 more), images 3×32×32"
     assert repr(cifar_lit.load(run)) == f"{shown})"
     (run / "metrics.json").write_text(json.dumps({"test": {"accuracy": 0.94123, "images": 5}}))
     assert repr(cifar_lit.load(run)) == f"{shown}, test accuracy 0.9412)"

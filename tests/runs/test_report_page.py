@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ import torch
 from browser import Open
 
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.run.label_results import label_results
 from cifar_lit.run.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.figures import Picture, curves
 from cifar_lit.runs.label_errors import Duplicates, Findings, Pair, Suspects
@@ -170,3 +172,20 @@ def test_the_report_is_small_and_accessible_fits_a_phone_and_works_offline(
     levels = page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(heading => Number(heading.tagName[1]))")
     assert (levels[0], levels.count(1)) == (1, 1)
     assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_image(tmp_path: Path) -> None:
+    labels = torch.tensor([[1.0, 0, 0]] * 6 + [[0.0, 1, 0]] * 4)
+    probabilities = torch.tensor([[0.9, 0.1, 0.1]] * 3 + [[0.2, 0.95, 0.1]] * 3 + [[0.1, 0.9, 0.2]] * 4)
+    metrics = {"test": label_results(probabilities, labels, [0.5] * 3, "abc")}
+    data = data_of(["a", "b", HOSTILE], 10, 8)
+    metrics["test"]["labels"][HOSTILE] = metrics["test"]["labels"].pop("c")  # type: ignore[attr-defined]
+    predictions = {"labels": labels, "probabilities": probabilities}
+    page = render(tmp_path, json.loads(json.dumps(metrics)), data, predictions, NO_FINDINGS)
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
+    assert [name[:4] for name, _ in rows] == ["b", "a", "&lt;"] and HOSTILE not in page  # the worst first
+    cells = [re.findall("<td>([^<]*)", row) for _, row in rows]
+    assert cells[1][0] == "100.0 %" and cells[1][2:] == ["0.500", "100.0 %", "50.0 %", "66.7 %", "6", "5"]
+    assert cells[2] == ["–", "–", "0.500", "–", "–", "–", "0", "5"]
+    confused = re.findall(r'<td class="name">(\w)</td><td class="name">(\w)</td><td>(\d)</td><td>([^<]*)</td>', page)
+    assert confused == [("a", "b", "3", "50.0 %")]

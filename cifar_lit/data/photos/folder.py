@@ -19,9 +19,7 @@ from cifar_lit.data.photos.layout import LAYOUT, File, Listing, Tree, part_of, s
 from cifar_lit.data.photos.table import list_table, table_hint
 from cifar_lit.data.settings import DataSettings, Split
 from cifar_lit.data.sources import Source
-from cifar_lit.data.split import draw_rows
-
-SUBFOLDER = "folder"  # names the folders below the class folders in `data.groups`
+from cifar_lit.data.split import draw_by_label, draw_rows
 
 
 def folder(settings: DataSettings, train: bool) -> ImageSet:
@@ -78,7 +76,7 @@ def _list_images(settings: DataSettings) -> Listing:
         raise UsageError(f"the data set `folder` needs --data-dir PATH: a table, or {LAYOUT}")
     root, group, wanted = settings.path, settings.split.group, settings.images
     if root.is_file():
-        listing = list_table(root, group, wanted.skip_bad, wanted.group_names)
+        listing = list_table(root, group, wanted.skip_bad, wanted.group_names, wanted.separator)
     else:
         if group is not None:
             fault = f"data.split.group names a column of a table, but {root} is not a table"
@@ -89,8 +87,6 @@ def _list_images(settings: DataSettings) -> Listing:
             raise UsageError(f"{error}{table_hint(root)}") from None
         if any(map(part_of, listing.classes)) and (hint := table_hint(root)):
             note_once(f"{root}: the classes are the folders {listed(listing.classes)}{hint}")
-        if SUBFOLDER in wanted.group_names:
-            listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
     if [*listing.parts] == ["train", "val"] and not settings.split.folds:
@@ -114,11 +110,14 @@ def _image_set(images: np.ndarray, index: Index, listing: Listing, parts: Mappin
             val_rows = range(first, len(labels))
     start = 0
     if not train:
-        start = len(images) - len(labels)
+        start = len(images) - len(paths)
+    values = torch.tensor(labels, dtype=torch.int64)
+    if listing.labels:
+        values = torch.tensor(listing.label_rows(paths)).reshape(len(paths), len(listing.classes))
     groups = group_files(paths, listing.groups, index.duplicates)
     return ImageSet(
         torch.from_numpy(images[start : start + len(labels)]),
-        torch.tensor(labels, dtype=torch.int64),
+        values,
         listing.classes,
         val_rows,
         mapped=True,
@@ -131,17 +130,6 @@ def _image_set(images: np.ndarray, index: Index, listing: Listing, parts: Mappin
 
 
 FOLDER = Source(folder, at_hand=lambda settings: settings.root is not None and settings.path.exists())
-
-
-def subfolders(listing: Listing) -> dict[str, str]:
-    """Return the folder of each file below its class folder, such as cam1 of train/cat/cam1/1.jpg; empty if none."""
-    found = {}
-    for tree in listing.parts.values():
-        for name, members in tree.items():
-            for file in members:
-                below = f"/{nfc(file.path)}".partition(f"/{name}/")[2]
-                found[file.path] = below.rpartition("/")[0].partition("/")[0]
-    return found
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:
@@ -162,15 +150,19 @@ def draw_test(listing: Listing, duplicates: Duplicates, split: Split) -> dict[st
     files = files_of({"all": tree})
     counts = np.array([len(members) for members in tree.values()])
     labels = np.repeat(np.arange(len(counts)), counts)
+    groups = group_files([file.path for file in files], listing.groups, duplicates)
     # The order by hash is the same with every library and on every machine.
     digests = []
     for file in files:
         digests.append(sha256(f"{split.seed}/{nfc(file.path)}".encode(errors="surrogateescape")).digest())
     order = np.empty(len(files), np.int64)
     order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
-    # A class with two or more images has at least one image on each side.
-    sizes = np.array([min(max(round(count * split.test_size), 1), count - 1) for count in counts.tolist()])
-    tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], listing.groups, duplicates))
+    if listing.labels:
+        tests = draw_by_label(np.array(listing.label_rows(file.path for file in files)), split.test_size, order, groups)
+    else:
+        # A class with two or more images has at least one image on each side.
+        sizes = np.array([min(max(round(count * split.test_size), 1), count - 1) for count in counts.tolist()])
+        tests = draw_rows(labels, sizes, order, groups)
     if not tests.any():
         fault = f"every class {listing.where} has only one image or group"
         raise UsageError(f"{fault}, so no test images can be drawn: add images")
@@ -216,7 +208,9 @@ def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
     trained: list[str] = []  # classes
     for part, tree in listing.parts.items():
         kept = {name: [file for file in files if nfc(file.path) in only] for name, files in tree.items()}
-        if not trained:
+        if listing.labels:
+            trained = [*kept]
+        elif not trained:
             trained = [name for name, files in kept.items() if files]
         if any(kept.values()):
             parts[part] = {name: kept[name] for name in trained}

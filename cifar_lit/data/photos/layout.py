@@ -57,11 +57,26 @@ class Listing:
     parts: dict[str, Tree]
     groups: Mapping[str, str] = field(default_factory=dict)  # by path, for files that stay on one side of a split
     columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # for `data.groups`: values by path
+    # If images have several labels: for each path its labels with 1, and unknown ones with -1. The trees then have a
+    # key for each set of labels.
+    labels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in label order."""
-        return tuple(next(iter(self.parts.values())))
+        if not self.labels:
+            return tuple(next(iter(self.parts.values())))
+        names: set[str] = set()
+        for tree in self.parts.values():
+            for files in tree.values():
+                for file in files:
+                    names.update(name for name, value in self.labels[file.path].items() if value == 1)
+        return tuple(sort_classes(names))
+
+    def label_rows(self, paths: Iterable[str]) -> list[list[float]]:
+        """Return the labels of images with several labels, in the form of `ImageSet`."""
+        classes = self.classes
+        return [[self.labels[path].get(name, 0.0) for name in classes] for path in paths]
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:

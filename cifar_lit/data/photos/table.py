@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 
 from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.base.files import as_on_disk
-from cifar_lit.base.text import listed, nfc, note_once
+from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet, check_class_names
 from cifar_lit.data.photos.decode import IMAGES
 from cifar_lit.data.photos.layout import (
@@ -41,9 +42,11 @@ COLUMNS = {
     "split": "split set subset usage partition",
     "group": "group",
 }
+FEW_IMAGES = 3  # a label with fewer cannot be in training, validation and test images
 INDEX = re.compile(r"(Unnamed: \d+)?")  # the column of row numbers that pandas writes
 OWN = {"original_label", "reviewed"}  # columns that a review writes
 YES, NO = {"1", "1.0", "true", "yes"}, {"", "0", "0.0", "false", "no"}
+UNKNOWN = {"", "-1", "-1.0"}  # in a column of a label, as in CheXpert
 MISSING = {"", "nan", "<na>", "null"}  # an empty cell as pandas and databases write it
 
 Record = dict[str, str]  # the cells of a row by column
@@ -58,28 +61,41 @@ class Row(NamedTuple):
     label: str = ""
     split: str = ""
     group: str = ""
+    unknown: Sequence[str] = ()  # labels of which it is not known whether the image has them
 
 
 class Table(NamedTuple):
-    """The rows of a table, the columns that are neither read nor asked for, and those that hold the split."""
+    """The rows of a table, the columns that are neither read nor asked for, and those that hold the split.
+
+    separator: what separates the labels of an image; empty if each has one.
+    """
 
     rows: list[Row]
     unused: list[str]
     split: str
+    separator: str
 
 
-def read_table(table: Path, group: str | None = None, labelled: bool = True, columns: Sequence[str] = ()) -> Table:
+def read_table(
+    table: Path,
+    group: str | None = None,
+    labelled: bool = True,
+    columns: Sequence[str] = (),
+    separator: str | None = None,
+) -> Table:
     """Return the rows of a table.
 
     The columns are named by the first row of CSV (with commas, semicolons, tabs or vertical bars), or by the keys of
     JSON objects. Of two columns, the second name may be any. A list has no names: each line is a path, then a label.
-    The split may also be in columns of yes and no, such as is_valid or is_training_image.
+    The split may also be in columns of yes and no, such as is_valid or is_training_image. So may the labels, if no
+    column holds them: a column for each. Empty cells and -1 are then unknown.
 
     Args:
         table: the file, in UTF-8 or UTF-16.
         group: the column of groups. Default: the column `group`, if the table has one.
         labelled: whether each row must have a label.
         columns: further columns that must be there.
+        separator: what separates the labels of an image. Default: see `find_separator`.
 
     Raises:
         UsageError: a column is missing, a row has no path or label, or the file is not a table.
@@ -91,15 +107,25 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True, col
     places = _find_columns(names, {group, *flags})
     if group is not None:
         places["group"] = group
-    needed = ["path", "label"] if labelled else ["path"]
+    one_hot: list[str] = []
+    if labelled and "label" not in places:
+        used = {*places.values(), *flags, *columns}
+        marks = [name for name in names if {cells.get(name, "").lower() for _, cells in records} <= YES | NO | UNKNOWN]
+        one_hot = [name for name in marks if name not in used and len(marks) > 1]
+    if separator is None:
+        separator = find_separator(cells.get(places.get("label", ""), "") for _, cells in records)
+    if one_hot:
+        counts = {sum(cells.get(name, "").lower() in YES for name in one_hot) for _, cells in records}
+        separator = "" if counts == {1} else "|"
+    needed = ["path", "label"] if labelled and not one_hot else ["path"]
     for column in filter(None, [*needed, *columns, group]):
         if column not in places and column not in names:
-            raise UsageError(f"{table} {_missing_column(column, names, binary)}")
+            raise UsageError(f"{table} {_missing_column(column, names)}")
     rows = []
     for number, cells in records:
         values = {column: cells.get(name, "") for column, name in places.items()}
         for column in needed:
-            if values[column].lower() in MISSING:
+            if values[column].lower() in MISSING and not (column == "label" and separator):
                 raise UsageError(f"{table}, row {number} has no {column}")
         split = values.get("split", "").lower()
         values["split"] = PARTS.get(split, split)
@@ -108,10 +134,33 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True, col
             raise UsageError(f"{table}, row {number} is in {listed(parts)} by its columns {listed(flags)}: leave one")
         if flags:
             values["split"] = parts[0] if parts else ("test" if "train" in flags.values() else "train")
-        rows.append(Row(number, cells, **values))
-    used = {*places.values(), *flags, *columns, *OWN}
+        if one_hot:
+            values["label"] = "|".join(name for name in one_hot if cells.get(name, "").lower() in YES)
+        unknown = [name for name in one_hot if cells.get(name, "") in UNKNOWN]
+        rows.append(Row(number, cells, **values, unknown=unknown))
+    used = {*places.values(), *flags, *columns, *OWN, *one_hot}
     unused = [name for name in names if name not in used]
-    return Table(rows, unused, listed(flags or [places.get("split", "split")]))
+    return Table(rows, unused, listed(flags or [places.get("split", "split")]), separator)
+
+
+def find_separator(cells: Iterable[str]) -> str:
+    """Return what separates the labels in the cells of a column; empty if each cell has one.
+
+    It is a vertical bar or a semicolon; or a comma, if that makes fewer labels than there are different cells, which
+    a class such as "oak, red" does not.
+    """
+    different = {*cells}
+    for separator in "|;,":
+        labels = {label for cell in different for label in split_labels(cell, separator)}
+        if any(separator in cell for cell in different) and (separator != "," or len(labels) < len(different)):
+            return separator
+    return ""
+
+
+def split_labels(cell: str, separator: str) -> list[str]:
+    """Return the labels in a cell, which may be a list in brackets with its labels in quotes."""
+    labels = [label.strip(" '\"") for label in cell.strip("[]").split(separator)]
+    return [label for label in labels if label.lower() not in MISSING]
 
 
 def _part_columns(names: Sequence[str], binary: Iterable[str]) -> dict[str, str]:
@@ -143,11 +192,8 @@ def _find_columns(names: Sequence[str], excluded: Container[str | None]) -> dict
     return places
 
 
-def _missing_column(column: str, names: Sequence[str], binary: Sequence[str]) -> str:
-    """Return what to do about a missing column. binary: columns of yes and no."""
-    if column == "label" and len(binary) > 1:
-        fault = f"has a column of 0 and 1 for each class ({listed(binary)}), and such labels are not read"
-        return f"{fault}: add a column label with the name of the class, in pandas by table[classes].idxmax(axis=1)"
+def _missing_column(column: str, names: Sequence[str]) -> str:
+    """Return what to do about a missing column."""
     fault = f"has no column {column!r}, only {', '.join(names)}"
     if column in COLUMNS:
         accepted = COLUMNS[column].replace(" ", ", ")
@@ -234,7 +280,9 @@ def _objects(text: str) -> Iterator[tuple[int, Record]]:
 def _text(value: object) -> str:
     if isinstance(value, list):
         return "|".join(map(_text, value))
-    if isinstance(value, dict | None):
+    if isinstance(value, dict):
+        return _text(value.get("choices"))  # Label Studio
+    if value is None:
         return ""
     return nfc(str(value).strip())
 
@@ -242,10 +290,12 @@ def _text(value: object) -> str:
 # ---- The images of a table.
 
 
-def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence[str] = ()) -> Listing:
+def list_table(
+    table: Path, group: str | None, skip_bad: bool, columns: Sequence[str] = (), separator: str | None = None
+) -> Listing:
     """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the table's folder.
 
-    columns: names of the columns of `Listing.columns`.
+    columns: names of the columns of `Listing.columns`. separator: that of several labels, see `read_table`.
 
     A split column holds words of `PARTS`, in upper or lower case; without test rows, val is the test set. Without
     the column, test images are drawn.
@@ -254,7 +304,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
     folder = str(table.parent)
-    listed_rows, unused, split = read_table(table, group, columns=columns)
+    listed_rows, unused, split, separator = read_table(table, group, columns=columns, separator=separator)
     if unused:
         advice = "--data.groups gives the values of a column results of their own"
         note_once(f"{table}: not used: {', '.join(unused)}; {advice}")
@@ -276,16 +326,17 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
         whole = re.sub(r"^(-?\d+)\.0+$", r"\1", row.label)  # 1.0 is 1, if both are in the table
         if whole in names:
             rows[path] = row._replace(label=whole)
-    names = {row.label for row in rows.values()}
-    check_class_names(sorted(names), f"in {table}, the class")
-    classes = sort_classes(names)
+    labels = _labels(table, rows, separator) if separator else {}
+    if labels:
+        rows = {path: rows[path] for path in labels}
+    keys = sort_classes({row.label for row in rows.values()})
+    classes = keys
+    if separator:
+        classes = sort_classes({name for values in labels.values() for name, value in values.items() if value == 1})
+    check_class_names(classes, f"in {table}, the class")
     note_similar_classes(str(table), classes)
-    several = [name for name in classes if re.search(r"[|;]|\S,\S|^\[.*,", name)]
-    if several:
-        advice = "each combination is a class of its own. A net has one class an image: keep one label in a cell"
-        note_once(f"{table}: classes that name several ({listed(several)}): {advice}")
-    if len(classes) == 1:
-        raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
+    if len(classes) < 2:
+        raise UsageError(f"{table} has one class only ({listed(classes)}), a classifier needs two or more")
     used = {row.split for row in rows.values()}
     if used != {""} and not {"train"} < used <= {"train", "val", "test"}:
         words = ", ".join(sorted(map(repr, used)))
@@ -294,17 +345,45 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     parts: dict[str, Tree] = {}
     for part in ("train", "val", "test", ""):
         if part in used:
-            parts[part or "all"] = {name: [] for name in classes}
+            parts[part or "all"] = {name: [] for name in keys}
     files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
     for file in sorted(files, key=lambda file: (nfc(file.path), file)):
         row = rows[file.path]
         parts[row.split or "all"][row.label].append(file)
+    trained = Listing("", {"train": next(iter(parts.values()))}, labels=labels)
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
+    if labels:
+        untrained = [name for name in classes if name not in trained.classes]
     if untrained:
         raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
     groups = {path: row.group for path, row in rows.items() if row.group}
     by_column = {name: {path: row.cells.get(name, "") for path, row in rows.items()} for name in columns}
-    return Listing(f"of {table}", parts, groups, by_column)
+    return Listing(f"of {table}", parts, groups, by_column, labels)
+
+
+def _labels(table: Path, rows: Mapping[str, Row], separator: str) -> dict[str, dict[str, float]]:
+    """Return the labels of images with several labels by path, as in `Listing`, and report what is unusual.
+
+    Images of which no label is known are left out.
+    """
+    labels = {}
+    counts: Counter[str] = Counter()
+    for path, row in rows.items():
+        given = split_labels(row.label, separator)
+        labels[path] = {**dict.fromkeys(row.unknown, -1.0), **dict.fromkeys(given, 1.0)}
+        counts.update(given)
+    known = {path: values for path, values in labels.items() if any(values.get(name) != -1 for name in counts)}
+    if len(known) < len(labels):
+        note_once(f"{table}: {counted(len(labels) - len(known), 'image')} left out, of which no label is known")
+    labels = known
+    note_once(f"{table}: an image has several of {counted(len(counts), 'label')}, or none")
+    none = sum(1.0 not in values.values() for values in labels.values())
+    if none:
+        note_once(f"{table}: {counted(none, 'image')} with none of the labels")
+    few = [name for name, count in counts.items() if count < FEW_IMAGES]
+    if few:
+        note_once(f"{table}: too few images for all parts have the labels {listed(few)}: add more")
+    return labels
 
 
 def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, str]) -> dict[str, Row]:

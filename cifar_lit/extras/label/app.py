@@ -23,8 +23,8 @@ class Review:
 
     Args:
         write: writes the table of labels and returns its number of rows.
-        about: values for the page: `run`, the `command` that trains with the table, and `open`: whether classes may be
-            added.
+        about: values for the page: `run`, the `command` that trains with the table, `open`: whether classes may be
+            added, and `several`: whether an image has several labels.
     """
 
     def __init__(self, queue: Queue, journal: Journal, write: Callable[[], int], about: dict[str, object]) -> None:
@@ -55,9 +55,11 @@ class Review:
         body = await request.json()
         item, action, label = body["item"], body["action"], None
         if action == "keep":  # an image without a label gets the predicted class
-            label = self.queue.labels[item] or self.queue.summaries[item].predicted
+            label = self.queue.labels[item]
+            if label is None:
+                label = self.queue.summaries[item].predicted
         if action == "relabel":
-            label = self._class(body["label"])
+            label = self._checked(body["label"])
         made = Decision(self.queue.keys[item], action, label, date.today().isoformat(), self.queue.labels[item] is None)
         try:
             self.journal.decide(made)
@@ -65,13 +67,14 @@ class Review:
             raise HTTPException(507, f"the decision was not saved ({error.strerror}): free some space") from None
         return JSONResponse(_state(made))
 
-    def _class(self, name: str) -> str:
-        """Return the name of a class, which may be a new one."""
-        if name in self.journal.classes:
-            return name
-        if not is_cell(name):
-            raise HTTPException(422, f"a class cannot be called {name!r}: use visible characters")
-        return name
+    def _checked(self, label: str) -> str:
+        """Return the name of a class, or of several with `|` between them. Some may be new."""
+        if self.about["several"] and not label:
+            return label
+        for name in label.split("|"):
+            if name not in self.journal.classes and not is_cell(name):
+                raise HTTPException(422, f"a class cannot be called {name!r}: use visible characters")
+        return label
 
 
 def _state(made: Decision | None) -> dict[str, object]:

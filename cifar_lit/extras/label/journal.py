@@ -20,7 +20,7 @@ class Decision(NamedTuple):
 
     image: str  # absolute path, or row of a data set without files
     action: str  # keep, relabel, drop or skip
-    label: str | None  # class after `keep` and `relabel`, else None
+    label: str | None  # class or labels after `keep` and `relabel`, else None
     date: str  # ISO 8601
     new: bool  # whether the image is not part of the run's data
 
@@ -28,7 +28,8 @@ class Decision(NamedTuple):
 class Journal:
     """The latest decision about each image. A decision is on disk before `decide` returns.
 
-    The attribute `classes` has the classes of the run, and those that decisions have added.
+    The attribute `classes` has the classes of the run, and those that decisions have added. Several labels of an image
+    have `|` between them.
 
     Raise Failure if a line of the file is damaged, or the file is a symlink pointing outside of its folder.
     """
@@ -73,5 +74,5 @@ class Journal:
 
     def _add(self, made: Decision) -> None:
         self.decisions[made.image] = made
-        if made.label is not None and made.label not in self.classes:
-            self.classes.append(made.label)
+        if made.label is not None:
+            self.classes += [name for name in made.label.split("|") if name and name not in self.classes]

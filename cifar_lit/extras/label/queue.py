@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.text import counted, listed, note, progress
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import ImageSet, label_text
 from cifar_lit.data.photos.decode import DecodeError, Preparation, decode, image_size
 from cifar_lit.data.photos.layout import TABLES
 from cifar_lit.data.photos.table import read_table
@@ -43,7 +43,7 @@ class Summary(NamedTuple):
     name: str  # the name of its file, or its row
     label: str | None  # None for an image without a label
     predicted: str
-    probability: float  # the predicted class has it
+    probability: float  # the most probable class has it
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Queue:
     suspects: int | None  # number of suspected labels, which come first; None without a list
     probabilities: Tensor  # float (M, classes)
     embeddings: Tensor  # float (M, features)
-    classes: Sequence[str]  # those that the net predicts
+    net: LoadedNet
     train: ImageSet
     train_keys: Sequence[str]  # all images of the set
     train_rows: Sequence[int]  # the N images in the set
@@ -65,7 +65,10 @@ class Queue:
     def summaries(self) -> list[Summary]:
         """What the list of the page shows of each image."""
         highest = self.probabilities.max(1)
-        predicted = [self.classes[label] for label in highest.indices.tolist()]
+        labels: Tensor = highest.indices
+        if self.net.card.thresholds is not None:
+            labels = self.probabilities >= torch.tensor(self.net.card.thresholds)
+        predicted = [label_text(label, self.net.classes) for label in labels]
         rows = zip(self.keys, self.labels, predicted, highest.values.tolist(), strict=True)
         return [Summary(Path(key).name, *row) for key, *row in rows]
 
@@ -81,9 +84,9 @@ class Queue:
         for row in [self.train_rows[place] for place in nearest]:
             if self.train_keys[row] != self.keys[item] and len(neighbours) < NEIGHBOURS:
                 picture = self._picture(self.train_keys[row], SMALL_SIDE)
-                neighbours.append((picture, self.train.classes[self.train.labels[row]]))
-        top = self.probabilities[item].topk(min(TOP, len(self.classes)))
-        names = [self.classes[label] for label in top.indices.tolist()]
+                neighbours.append((picture, self.train.label_text(row)))
+        top = self.probabilities[item].topk(min(TOP, len(self.net.classes)))
+        names = [self.net.classes[label] for label in top.indices.tolist()]
         return {
             "picture": self._picture(self.keys[item], SIDE),
             "top": list(zip(names, top.values.tolist(), strict=True)),
@@ -125,6 +128,11 @@ def make_queue(
     if pool:
         files, pixels = _read_pool(Path(pool).expanduser(), classifier, limit)
     ranked = read_list(run, images)
+    if ranked is not None:  # with several labels, an image may be listed several times
+        first: dict[int, Listed] = {}
+        for each in ranked:
+            first.setdefault(each[0], each)
+        ranked = [*first.values()]
     if ranked is None or pool:
         rows = list(range(len(images)))
         suspects = None
@@ -133,7 +141,7 @@ def make_queue(
         rows = [row for row, _ in ranked]
         suspects = sum(cells["suspected"] == "yes" for _, cells in ranked)
         probabilities, embeddings = _stored(run, net, images, ranked)
-    train = (net.classes, images, keys, rows, embeddings)
+    train = (net, images, keys, rows, embeddings)
     if pool:
         probabilities, embeddings = _embed(net, pixels.__getitem__, range(len(files)), "images to label")
         return Queue(files, [None] * len(files), None, probabilities, embeddings, *train)

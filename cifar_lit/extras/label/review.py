@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 
 from cifar_lit.base.command_line import add_data_dir, add_device, command_parser, parsed
-from cifar_lit.base.errors import check_packages
+from cifar_lit.base.errors import UsageError, check_packages
 from cifar_lit.base.files import display_path, read_json
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.settings import plain_values
@@ -46,7 +47,7 @@ def review(argv: list[str]) -> None:
     if (run / "folds.json").is_file():
         source = _first_fold(run)
     classifier = load(weights_file(source), resolve_device(settings.accelerator))
-    data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir, all_classes=True)
+    data = run_image_data(source, classifier.card, settings.data_dir, all_classes=True)
     labels = current_labels(data)
     table = run / TABLE
     command = training_command(source, table, labels, data)
@@ -55,6 +56,8 @@ def review(argv: list[str]) -> None:
         journal = Journal(run / JOURNAL, data.classes)
         for earlier in _earlier_journals(source, data):
             journal.adopt(earlier, {*labels.keys})
+        if data.has_several_labels and labels.column == "image":
+            raise UsageError(f"review corrects several labels of your own pictures, and {data.dataset} has none")
         labels = _with_earlier_split(labels, table, journal)
         write = partial(labels.write, table, journal.decisions)
         if not settings.export:
@@ -64,7 +67,10 @@ def review(argv: list[str]) -> None:
             write()  # a killed review did not
             with listen("127.0.0.1", settings.port) as sock:
                 queue = make_queue(run, classifier, data, labels, settings.pool, settings.limit or None)
-                about = {"run": display_path(run), "command": command, "open": labels.column == "path"}
+                about = {
+                    "run": display_path(run), "command": command, "open": labels.column == "path",
+                    "several": data.has_several_labels,
+                }  # fmt: skip
                 root = f"/{secrets.token_urlsafe(16)}"  # known only to the reader of the console
                 app = application(Review(queue, journal, write, about).routes, PAGE, THIS_MACHINE, root)
                 address = f"http://127.0.0.1:{sock.getsockname()[1]}{root}/"
@@ -86,7 +92,6 @@ def _settings(argv: list[str]) -> Namespace:
     add("--limit", type=NonNegativeInt, default=1000, help="most images to show; 0 for all")
     add("--export", action="store_true", help="only write labels-reviewed.csv from the decisions so far")
     add("--port", type=int, default=8001, help="port of this machine to listen on; 0 for a free one")
-    add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add_data_dir(parser)
     add_device(parser)
     settings = parsed(parser, argv)
@@ -121,7 +126,7 @@ def _with_earlier_split(labels: Labels, table: Path, journal: Journal) -> Labels
     """Return the labels with the split of the table of an earlier review."""
     if not table.is_file():
         return labels
-    earlier = {row.path: row.split for row in read_table(table).rows if row.split}
+    earlier = {row.path: row.split for row in read_table(table, separator="|").rows if row.split}
     split = labels.with_split_of(earlier)
     added = {*labels.keys} - earlier.keys() - journal.decisions.keys()
     if added and split is not labels:
@@ -131,12 +136,13 @@ def _with_earlier_split(labels: Labels, table: Path, journal: Journal) -> Labels
 
 def training_command(source: Path, table: Path, labels: Labels, data: ImageData) -> str:
     """Return the command that trains with the reviewed labels and the settings of a run."""
-    config = source / "config.yaml"
-    words = ["--dataset", data.dataset]
-    if config.is_file():
-        words = ["--config", display_path(config)]
+    words = ["--config", display_path(source / "config.yaml")]
     if labels.column == "path":
         words += ["--data-dir", display_path(table)]
+        if data.has_several_labels:
+            words += ["--data.separator", "|"]
+        elif any(re.search("[|;,]", name) for name in data.classes):
+            words += ["--data.separator", ""]
     else:
         words += ["--data.labels", display_path(table)]
     if data.parts.folds:

@@ -91,7 +91,7 @@ def _labels_of_files(data: ImageData) -> Labels:
     settings, folder = data.settings, data.settings.path.absolute()
     names = settings.images.group_names
     if not folder.is_dir():
-        names += read_table(folder, settings.split.group).unused
+        names += read_table(folder, settings.split.group, separator=settings.images.separator).unused
         folder = folder.parent
     if settings.split.group:
         names.append(settings.split.group)
@@ -111,7 +111,7 @@ def _labels_of_files(data: ImageData) -> Labels:
 
 
 def _class_names(images: ImageSet) -> list[str]:
-    return [images.classes[label] for label in images.labels.tolist()]
+    return [images.label_text(row) for row in range(len(images))]
 
 
 def _sides(data: ImageData) -> list[str]:

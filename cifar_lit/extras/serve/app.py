@@ -85,7 +85,7 @@ class Service:
         predictions: list[dict[str, object]] = []
         for image, result in zip(images, self.classifier.predict_batch(images.permute(0, 3, 1, 2), top), strict=True):
             classes = [{"label": label, "probability": round(value, 6)} for label, value in result.top]
-            prediction: dict[str, object] = {**classes[0], "top": classes}
+            prediction: dict[str, object] = {**classes[0], "label": result.label, "top": classes}
             if result.unknown is not None:
                 prediction["unknown"] = result.unknown
             if result.prediction_set is not None:

@@ -187,18 +187,6 @@ def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsy
     assert told.endswith("(missing: there is no such file); they are left out\n") and told.count("\n") == 1
 
 
-def test_the_folders_below_class_folders_are_groups_if_named(root: Path) -> None:
-    for value, name in enumerate(("train/cat/east/7", "train/cat/west/day 2/8", "test/dog/cat/9"), 7):
-        save(root / f"{name}.png", value)
-    train, test = (open_set(root, part, groups=("folder",)) for part in (True, False))
-    by_value = dict(zip(train.images[:, 0, 0, 0].tolist(), train.columns["folder"], strict=True))
-    assert by_value == {**dict.fromkeys(range(5), ""), 7: "east", 8: "west"}
-    assert test.columns == {"folder": ["", "", "cat"]} and open_set(root).columns == {}
-    wrapped = root.parent / "wrapped"
-    shutil.copytree(root / "train", wrapped / "animals" / "pets")
-    assert "west" in open_set(wrapped, groups=("folder",), split=Split(test_size=0.1)).columns["folder"]
-
-
 @pytest.mark.parametrize(("dataset", "groups"), [("shapes", "folder"), ("folder", "camera"), ("folder", "")])
 def test_groups_need_images_that_have_the_column(root: Path, dataset: str, groups: str) -> None:
     place = {"folder": str(root)}.get(dataset)

@@ -4,11 +4,15 @@ const find = (id) => document.getElementById(id);
 const details = new Map(); // promises of images by number
 let state = null; // what the service says about all images
 let current = null; // number of the image on the page
+let given = new Set(); // its labels on the page, if an image has several
 const decided = []; // numbers of images, to go back
 
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const isDigit = (text) => /^\d$/.test(text);
-const matches = (image) => !find("filter").value || (image.label ?? image.predicted) === find("filter").value;
+const matches = (image) => {
+  const wanted = find("filter").value, text = image.label ?? image.predicted;
+  return !wanted || text === wanted || (state.several && labelsOf(text).has(wanted));
+};
 
 async function ask(path, body) {
   const response = await fetch(path, body && { method: "POST", body: JSON.stringify(body) }).catch(() => {
@@ -31,6 +35,11 @@ function element(kind, properties, ...children) {
   return made;
 }
 
+const labelsOf = (text) => new Set(text ? text.split("|") : []);
+const inWords = (text) => (state.several ? text.split("|").join(", ") || "none of the labels" : text);
+
+// The labels on the page in the form of a table, in the order of the classes.
+const joined = () => [...state.classes.filter((name) => given.has(name)), ...[...given].filter((name) => !state.classes.includes(name))].join("|");
 const withKey = (text, key) => (key ? [text, " ", element("kbd", {}, key)] : [text]);
 const sharpen = ({ target }) => target.classList.toggle("pixels", target.naturalWidth < 100);
 
@@ -47,16 +56,35 @@ function listClasses(top) {
   const keyOf = (name, place) => (digits.length ? digits.find((digit) => digit === name) : "1234567890"[place]);
   const button = (name, place) => {
     const key = text ? (place ? "" : "Enter") : keyOf(name, place);
-    return element("button", { value: key ?? "", onclick: () => decide("relabel", name) }, ...withKey(name, key));
+    const made = element("button", { value: key ?? "", onclick: () => choose(name) }, ...withKey(name, key));
+    if (state.several) made.ariaPressed = given.has(name);
+    return made;
   };
   find("classes").replaceChildren(...names.slice(0, 50).map(button));
   if (!text || !state.open || names.some((name) => name.toLowerCase() === text)) return;
   const onclick = () => {
-    if (confirm(`There is no class “${typed}” yet. Add it?`)) decide("relabel", typed);
+    if (confirm(`There is no class “${typed}” yet. Add it?`)) choose(typed);
     else find("search").focus();
   };
   const words = withKey(`New class “${typed}”`, names.length ? "" : "Enter");
   find("classes").append(element("button", { onclick }, ...words));
+}
+
+// A class is the decision; one of several labels is switched on or off.
+async function choose(name) {
+  if (!state.several) return decide("relabel", name);
+  given.delete(name) || given.add(name);
+  find("search").value = "";
+  listClasses((await load(current)).top);
+  nameKeep();
+}
+
+// What K does: keep the label, or save the labels that are switched on.
+function nameKeep() {
+  const { label, predicted } = state.images[current];
+  let text = label === null ? `Accept ${inWords(predicted)}` : `Keep ${inWords(label)}`;
+  if (state.several && joined() !== (label ?? predicted)) text = `Save ${inWords(joined())}`;
+  find("keep").replaceChildren(...withKey(text, "K"));
 }
 
 async function show(item) {
@@ -65,21 +93,22 @@ async function show(item) {
   const { picture, top, nearest } = await load(item);
   Object.assign(find("picture"), { src: picture, hidden: !picture });
   find("picture").alt = label ? `image to review, labelled ${label}` : "image to label";
-  find("question").textContent = `Is this “${label ?? predicted}”?`;
+  given = labelsOf(now ?? label ?? predicted);
+  find("question").textContent = `Is this “${inWords(label ?? predicted)}”?`;
   const own = top.find(([one]) => one === label && label !== predicted);
   find("detail").textContent =
-    `The net predicts ${predicted} with ${percent(probability)}${own ? `, ${label} with ${percent(own[1])}` : ""}. ` +
+    `The net predicts ${inWords(predicted)} with ${percent(probability)}${own ? `, ${label} with ${percent(own[1])}` : ""}. ` +
     (/^\d+$/.test(name) ? `Image ${name}.` : `${name}.`) + (picture ? "" : " The file cannot be read.") +
-    (action ? ` Decided: ${action} ${now ?? ""}` : "");
-  find("keep").replaceChildren(...withKey(label ? `Keep ${label}` : `Accept ${predicted}`, "K"));
-  find("predicted").replaceChildren(...withKey(`Change to ${predicted}`, "P"));
-  find("predicted").hidden = !label || label === predicted;
+    (action ? ` Decided: ${action} ${now === undefined || now === null ? "" : inWords(now)}` : "");
+  nameKeep();
+  find("predicted").replaceChildren(...withKey(`Change to ${inWords(predicted)}`, "P"));
+  find("predicted").hidden = label === null || label === predicted;
   find("search").value = "";
   listClasses(top);
   const neighbour = ([src, near]) => {
     const image = element("img", { src, alt: `training image, labelled ${near}`, onload: sharpen });
     const kind = near === (label ?? predicted) ? "" : "other";
-    return element("li", { className: kind, title: near }, element("div", { className: "frame" }, image), near);
+    return element("li", { className: kind, title: near }, element("div", { className: "frame" }, image), inWords(near));
   };
   find("nearest").replaceChildren(...nearest.map(neighbour));
   find("status").textContent = `${find("question").textContent} ${find("detail").textContent}`;
@@ -140,7 +169,9 @@ const guarded = (work) => async (...values) => {
 
 const decide = guarded(async (action, label) => {
   Object.assign(state.images[current], await ask("decide", { item: current, action, label }));
-  if (label && !state.classes.includes(label)) state.classes.push(label);
+  for (const name of state.several ? labelsOf(label) : label ? [label] : []) {
+    if (!state.classes.includes(name)) state.classes.push(name);
+  }
   decided.push(current);
   await next();
 });
@@ -148,7 +179,11 @@ const goBack = guarded(async () => {
   if (decided.length) await next(decided.pop());
 });
 const actions = {
-  keep: () => decide("keep"),
+  keep: () => {
+    const { label, predicted } = state.images[current];
+    const isChanged = state.several && joined() !== (label ?? predicted);
+    return isChanged ? decide("relabel", joined()) : decide("keep");
+  },
   predicted: () => decide("relabel", state.images[current].predicted),
   drop: () => decide("drop"),
   skip: () => decide("skip"),

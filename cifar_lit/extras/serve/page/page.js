@@ -28,12 +28,16 @@ function bar({ label, probability }) {
 }
 
 function show(answer) {
-  const chance = `with a probability of ${percent(answer.probability)}`;
-  find("verdict").textContent = answer.unknown ? "unknown" : answer.label;
+  const several = net.coverage === null && answer.prediction_set; // labels above their thresholds
+  const chance = several
+    ? "labels whose probability reaches their threshold"
+    : `with a probability of ${percent(answer.probability)}`;
+  const label = several ? answer.prediction_set.join(", ") || "none of the labels" : answer.label;
+  find("verdict").textContent = answer.unknown ? "unknown" : label;
   find("detail").textContent = answer.unknown
     ? `This picture is unlike the known classes. If it is one of them, then ${answer.label}, ${chance}.`
     : chance;
-  find("set").textContent = answer.prediction_set
+  find("set").textContent = answer.prediction_set && !several
     ? `Prediction set: ${answer.prediction_set.join(", ")}. ` +
       `${percent(net.coverage)} of such sets contain the true class, for pictures like those of the training.`
     : "";
