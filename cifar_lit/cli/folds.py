@@ -63,15 +63,14 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
     runs: run folder of each fold.
     parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
-    task = task_of(images.labels)
     count = write_predictions(folder / "predictions.csv", parts, images)
     order = torch.cat([part["indices"] for part in parts]).argsort()  # each image is in one fold
     probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
-    correct = int(task.hits(probabilities.logit(), images.labels).sum())
+    correct = int(task_of(images.labels).hits(probabilities.logit(), images.labels).sum())
     interval = wilson_interval(correct, count)
     tests = [read_metrics(run)["test"] for run in runs]
     means = {}
-    for name in ("accuracy", task.monitor, "balanced_accuracy", "macro_f1"):
+    for name in ("accuracy", "mean_average_precision", "balanced_accuracy", "macro_f1"):
         if name not in tests[0]:
             continue
         spread = mean_interval([test[name] for test in tests])

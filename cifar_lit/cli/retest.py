@@ -53,7 +53,7 @@ def test_again(words: list[str]) -> int:
     images = data.test_images
     logits = set_logits(net, images, torch.arange(len(images)), "testing")
     task = net.card.task
-    evaluation = EVALUATIONS[task.name](len(net.classes))
+    evaluation = EVALUATIONS[type(task)](len(net.classes))
     evaluation.update(logits, images.labels)
     score = evaluation.compute()
     table = Table("", Column("recorded", justify="right"), Column("now", justify="right"))

@@ -136,11 +136,16 @@ def check_class_names(names: Sequence[object], subject: str = "the data set's cl
             raise UsageError(f"{subject} {str(name)[:80]!r} has to be renamed: {rule}")
 
 
-def label_text(label: Tensor, classes: Sequence[str]) -> str:
-    """Return the class of a label, int64 (), or with `|` between them the classes that are 1 in float (classes,)."""
+def label_names(label: Tensor, classes: Sequence[str]) -> list[str]:
+    """Return the class of a label, int64 (), or the classes that are 1 in float (classes,)."""
     if label.ndim == 0:
-        return classes[int(label)]
-    return "|".join(classes[number] for number in (label == 1).nonzero()[:, 0].tolist())
+        return [classes[int(label)]]
+    return [classes[number] for number in (label == 1).nonzero()[:, 0].tolist()]
+
+
+def label_text(label: Tensor, classes: Sequence[str]) -> str:
+    """Return the names of a label with `|` between them."""
+    return "|".join(label_names(label, classes))
 
 
 def spread_rows(rows: Tensor, limit: int) -> Tensor:

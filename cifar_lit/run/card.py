@@ -15,7 +15,7 @@ from cifar_lit.inference.logits import set_logits
 from cifar_lit.inference.model_file import LoadedNet, ModelCard
 from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import MIN_HELD_OUT, held_out_scores
-from cifar_lit.training.task import OneLabel, SeveralLabels
+from cifar_lit.training.task import SeveralLabels
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -63,11 +63,11 @@ def fitted_card(
         loaded = LoadedNet(deepcopy(model.net).float(), card).on(data.device)
         logits = set_logits(loaded, data.train_images, rows, "predicting the validation images")
         if isinstance(model.task, SeveralLabels):
-            return replace(card, thresholds=model.task.thresholds(model.task.probabilities(logits), labels))
+            return replace(card, thresholds=model.task.thresholds(loaded.probabilities(logits), labels))
         temperature, source = choose_temperature(logits, labels, card.temperature)
         card = replace(card, temperature=temperature, temperature_source=source)
         scores, probabilities = novelty(logits), (logits.double() / (card.temperature or 1)).softmax(1)
-    elif tested and isinstance(model.task, OneLabel):
+    elif tested and card.thresholds is None:
         labels, scores = tested["labels"], tested["novelty"]
         probabilities = tempered(tested["probabilities"], card.temperature)
     else:

@@ -11,8 +11,7 @@ from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import listed, nfc, note_once, quoted
 from cifar_lit.base.trust import check_name
-from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.photos.table import split_labels
+from cifar_lit.data.image_set import ImageSet, label_names
 from cifar_lit.inference.model_file import ModelCard
 
 if TYPE_CHECKING:
@@ -69,8 +68,5 @@ def _fit_to_net(run: Path, card: ModelCard, data: ImageData, all_classes: bool) 
 
 def _names_of(images: ImageSet, classes: Sequence[str]) -> list[str]:
     """Return the NFC names of the images that have no other classes than these."""
-    names = []
-    for row, name in enumerate(images.names):
-        if {*split_labels(nfc(images.label_text(row)), "|")} <= {*classes}:
-            names.append(nfc(name))
-    return names
+    own = [label_names(label, images.classes) for label in images.labels]
+    return [nfc(name) for name, names in zip(images.names, own, strict=True) if {*map(nfc, names)} <= {*classes}]

@@ -171,11 +171,11 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self.net = net
         lay_out(net, name)
         check_shapes(net, name, input_shape, num_classes)
-        evaluation = EVALUATIONS[self.task.name]
+        evaluation = EVALUATIONS[type(self.task)]
         self.evaluation, self.views = evaluation(num_classes, self._metrics), evaluation(num_classes)
         self._collector = PredictionCollector(self.task)
         self.loss.task = self.task
-        h.update(monitor=h["monitor"] or self.task.monitor)
+        h["monitor"] = h["monitor"] or self.task.monitor
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
 
     def _set_task(self, task: SeveralLabels) -> None:

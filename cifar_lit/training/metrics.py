@@ -187,7 +187,7 @@ class SeveralEvaluation(Evaluation):
         )
 
 
-EVALUATIONS = {OneLabel.name: Evaluation, SeveralLabels.name: SeveralEvaluation}  # by the task
+EVALUATIONS = {OneLabel: Evaluation, SeveralLabels: SeveralEvaluation}  # by the task
 
 
 # ---- test-time augmentation

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 class OneLabel:
     """Each image has one class: labels are int64 (B,). Cross-entropy and softmax."""
 
-    name, monitor = "one_label", "accuracy"
+    monitor = "accuracy"  # the score that selects the best checkpoint by default
     size = "num_classes"  # torchmetrics' argument for the number of classes
 
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> Tensor:
@@ -52,7 +52,7 @@ class SeveralLabels:
 
     precision: float | None = None
 
-    name, monitor = "several_labels", "mean_average_precision"
+    monitor = "mean_average_precision"
     size = "num_labels"
 
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> Tensor:

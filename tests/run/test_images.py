@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from contract.command_line import draw_folder
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
@@ -30,6 +32,13 @@ def test_a_registered_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch:
     data = run_image_data(tmp_path, CARD)
     assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
     assert len(data.split[1]) == 10
+
+
+def test_images_of_new_classes_are_left_out_whatever_the_names_of_the_others(working_folder: Path) -> None:
+    known = ("'b'", "[a]", "nan", "x|y")
+    draw_folder(Path("own"), dict.fromkeys((*known, "c"), 4), 8)
+    Path("config.yaml").write_text("data: {dataset: folder, root: own, images: {image_size: 8}}\n")
+    assert run_image_data(Path(), replace(CARD, classes=[*known])).classes == known
 
 
 @pytest.mark.parametrize("group", ["augment", "split", "images"])

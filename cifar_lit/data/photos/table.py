@@ -350,10 +350,11 @@ def list_table(
     for file in sorted(files, key=lambda file: (nfc(file.path), file)):
         row = rows[file.path]
         parts[row.split or "all"][row.label].append(file)
-    trained = Listing("", {"train": next(iter(parts.values()))}, labels=labels)
-    untrained = [name for name, members in next(iter(parts.values())).items() if not members]
+    first = next(iter(parts.values()))
+    untrained = [name for name, members in first.items() if not members]
     if labels:
-        untrained = [name for name in classes if name not in trained.classes]
+        trained = Listing("", {"train": first}, labels=labels).classes
+        untrained = [name for name in classes if name not in trained]
     if untrained:
         raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
     groups = {path: row.group for path, row in rows.items() if row.group}
