@@ -13,8 +13,10 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
+
+from tqdm import tqdm
 
 # Control characters, those that change the direction of a line, line separators, and halves of characters.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -135,7 +137,7 @@ def rate_text(images: float) -> str:
     return f"{images:.{0 if images >= 10 else 1}f} images/s"
 
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS, SECONDS_IN_FILES = 0.1, 10.0  # before a bar appears, and between its updates
 
 
 @cache
@@ -153,8 +155,8 @@ def _is_silent() -> bool:
 @contextmanager
 def progress(
     description: str, total: int, unit: str = "images", scale: float = 1.0, min_seconds: float = 0.0
-) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr, on local rank 0 only. Yields `advance(amount)`.
+) -> Iterator[Callable[[int], object]]:
+    """Show a bar on stderr, on local rank 0 only. Yields `advance(amount)`.
 
     Args:
         description: text in front of the bar.
@@ -163,36 +165,18 @@ def progress(
         scale: factor of amounts.
         min_seconds: print a line at the end after at least this time.
     """
-    if _is_silent():
-        yield lambda count: None
-        return
-    started = last_line = time.monotonic()
-    done, bar = 0, None
-    if sys.stderr is not None and sys.stderr.isatty():
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        amounts = TextColumn("{task.fields[amount]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), amounts, TimeRemainingColumn())
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        task = bar.add_task(escape(printable(description)), total=total or None, amount="")
-
-    def amount() -> str:
-        rate = done * scale / max(time.monotonic() - started, 1e-6)
-        of_total = f"/{total * scale:,.0f}" if total else ""
-        return f"{done * scale:,.0f}{of_total} {unit} · {rate:,.{0 if rate >= 100 else 2}f} {unit}/s"
-
-    def advance(count: int) -> None:
-        nonlocal done, last_line
-        done += count
-        if bar:
-            bar.update(task, completed=done, amount=amount())
-        elif time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            note(f"{description}: {amount()}")
-
-    with bar or nullcontext():
-        yield advance
-    if time.monotonic() - started >= min_seconds:
-        note(f"{description}: {amount()} · {time.monotonic() - started:.1f} s")
+    started = time.monotonic()
+    is_hidden = _is_silent() or sys.stderr is None
+    interval = SECONDS
+    if not is_hidden and not sys.stderr.isatty():
+        interval = SECONDS_IN_FILES
+    with tqdm(
+        desc=printable(description), total=total or None, unit=f" {unit}", unit_scale=scale, leave=False,
+        disable=is_hidden, delay=interval, mininterval=interval, dynamic_ncols=True,
+    ) as bar:  # fmt: skip
+        yield bar.update
+    seconds = time.monotonic() - started
+    if seconds >= min_seconds and not is_hidden:
+        done = bar.n * scale
+        rate = done / max(seconds, 1e-6)
+        note(f"{description}: {done:,.0f} {unit} · {rate:,.1f} {unit}/s · {seconds:.1f} s")

@@ -19,7 +19,7 @@ OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"
 
 
 def logits_and_embeddings(
-    net: LoadedNet, take: Callable[[Tensor], Tensor], rows: Tensor, advance: Callable[[int], None]
+    net: LoadedNet, take: Callable[[Tensor], Tensor], rows: Tensor, advance: Callable[[int], object]
 ) -> tuple[Tensor, Tensor]:
     """Compute logits and embeddings of rows of a set, which may be larger than the memory.
 
