@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from jsonargparse import Namespace
 from rich.table import Table
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.stats import MIN_VALUES, SIGNIFICANT, limits_text
 from cifar_lit.base.text import counted, say
 from cifar_lit.cli.console import for_tables, say_wrapped, unbroken
@@ -38,29 +34,22 @@ COLUMNS = {
     "loss": ("loss", ".4f"), "val_accuracy": ("val", ".2%"),
     "train_seconds": ("train s", ",.1f"), "parameters": ("params", ","),
 }  # fmt: skip
-HIDDEN = ("low", "high", "images_per_second", "epochs")  # only in --json: the table has to fit 100 columns
 
 
 def compare(words: list[str]) -> None:
     """Compare runs; raise UsageError if there are none."""
-    settings = _settings(words)
+    parser = command_parser("compare", DESCRIPTION)
+    names = "run folders, patterns such as 'logs/cpu91-*', or a folder of runs"
+    parser.add_argument("runs", type=str, nargs="+", help=names)
+    settings = parsed(parser, words)
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
         raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")
-    differences = differing(runs)
     grouped = groups(runs)
     tests, reasons = pairs(runs)
     over_seeds = seed_pairs(grouped)
-    if settings.json:
-        content = _as_json(runs, differences, grouped, tests, over_seeds)
-        if settings.json == "-":
-            say(*content.splitlines())
-            return
-        file = Path(settings.json).expanduser()
-        with writing(file, "Choose another place with --json.") as partial:
-            partial.write_text(content, encoding="utf-8")
     if len(runs) > 1:
-        _show_differences(runs, differences)
+        _show_differences(runs, differing(runs))
     _show_figures(runs)
     say_wrapped(*data_differences(runs))
     _show_groups(grouped)
@@ -71,16 +60,6 @@ def compare(words: list[str]) -> None:
             say(f"p is corrected for {len(over_seeds)} pairs (Holm).")
     else:  # a test of single nets says less
         say_wrapped(*pair_lines(tests), *reasons)
-    if settings.json:
-        say(f"wrote {display_path(file)}")
-
-
-def _settings(words: list[str]) -> Namespace:
-    parser = command_parser("compare", DESCRIPTION)
-    add = parser.add_argument
-    add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/cpu91-*', or a folder of runs")
-    add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
-    return parsed(parser, words)
 
 
 # ---- console
@@ -120,11 +99,11 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
-    figures = [run.figures | {"interval": limits_text(run.figures, ".2f", 0.01)} for run in runs]
+    figures = [run.figures for run in runs]
     columns = dict(COLUMNS)
     for row in figures:
         for name in row:
-            if not name.startswith("val_") and name not in HIDDEN:
+            if not name.startswith("val_"):
                 columns.setdefault(name, (name.replace("_", " "), ".4f"))
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
     for name, (title, form) in columns.items():
@@ -210,30 +189,9 @@ def pair_lines(tests: Sequence[PairTest]) -> list[str]:
     return lines
 
 
-# ---- files
-
-
 def _label(group: Group) -> str:
     """Return the recipe of a group and the settings in which it differs from others."""
     words = [group.recipe]
     for name, value in group.settings.items():
         words.append(f"{name.rpartition('.')[2]} {value}")
     return " · ".join(words)
-
-
-def _as_json(
-    runs: Sequence[RunRecord],
-    differences: dict[str, list[str]],
-    grouped: Sequence[Group],
-    tests: Sequence[PairTest],
-    over_seeds: Sequence[SeedPairs],
-) -> str:
-    rows = []
-    for run in runs:
-        settings = {name: run.settings.get(name) for name in differences}
-        names = {"run": run.name, "recipe": run.recipe, "seed": run.seed, "settings": settings}
-        rows.append(names | run.figures | {"note": run.note})
-    compared = [test._asdict() for test in tests]
-    seeds = [pair._asdict() for pair in over_seeds]
-    content = {"runs": rows, "groups": [group._asdict() for group in grouped], "pairs": compared, "seed_pairs": seeds}
-    return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

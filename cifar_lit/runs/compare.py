@@ -15,7 +15,7 @@ import numpy as np
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.stats import holm, mcnemar
+from cifar_lit.base.stats import holm, limits_text, mcnemar
 from cifar_lit.base.text import natural_key
 from cifar_lit.run.folder import LOCK
 from cifar_lit.run.record import changes_text, read_metrics, read_rows, scores_of
@@ -68,13 +68,14 @@ class RunRecord:
     def figures(self) -> dict[str, Any]:
         """The values to compare by name (None if unknown), then all other scores on the test and validation images.
 
-        `low` and `high` are the limits of the 95 % interval of the test accuracy.
+        `interval` is the 95 % interval of the test accuracy as text.
         """
         test, val = self.test, scores_of(self.metrics, "val")
         low, high = test.get("interval") or (None, None)
-        figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
+        figures = {name: test.get(name) for name in ("accuracy", "loss")}
+        figures["interval"] = limits_text({"low": low, "high": high}, ".2f", 0.01)
         figures["val_accuracy"] = val.get("accuracy")
-        for name in ("train_seconds", "images_per_second", "parameters", "epochs"):
+        for name in ("train_seconds", "parameters"):
             figures[name] = self.metrics.get(name)
         for prefix, scores in (("", test), ("val_", val)):
             for name, value in scores.items():

@@ -110,7 +110,7 @@ def test_further_metrics_of_test_and_validation_are_among_the_figures() -> None:
     run = make_run("a", HALF)
     run.metrics["test"] |= {"top5": 0.99, "per_class": {"cat": 0.5}}
     run.metrics["val"] |= {"f1": 0.25}
-    assert list(run.figures)[-3:] == ["epochs", "top5", "val_f1"]
+    assert list(run.figures)[-3:] == ["parameters", "top5", "val_f1"]
     assert [run.figures[name] for name in ("accuracy", "val_accuracy", "top5", "val_f1")] == [0.5, 0.5, 0.99, 0.25]
 
 
