@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from string import Template
 
 from jsonargparse import Namespace
 
@@ -11,7 +10,7 @@ from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.text import say
-from cifar_lit.inference.export import CHECKED_IMAGES, FORMATS, RESIZED, check_format
+from cifar_lit.inference.export import CHECKED_IMAGES, FORMATS, check_format
 from cifar_lit.inference.export import export as export_net
 from cifar_lit.inference.model_file import load_model_file, weights_file
 
@@ -35,11 +34,7 @@ def export(argv: list[str]) -> None:
         raise UsageError(f"{path} is the model to export: name another file with --out FILE")
     difference = export_net(net, settings.to, path)
     say(f"checked on {CHECKED_IMAGES} generated images · largest difference of a probability {difference:.1e}")
-    file = display_path(path)
-    say(f"wrote {file} · {path.stat().st_size / 1e6:.2f} MB", "", "use it:")
-    lines = Template("\n".join(FORMATS[settings.to].usage))
-    mode = "L" if net.card.input_shape[0] == 1 else "RGB"
-    say(*lines.substitute(FILE=repr(file), MODE=mode, RESIZED=RESIZED[net.card.resize]).splitlines())
+    say(f"wrote {display_path(path)} · {path.stat().st_size / 1e6:.2f} MB · see docs/use-a-trained-net.md#export")
 
 
 def _settings(argv: list[str]) -> Namespace:

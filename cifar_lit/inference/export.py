@@ -125,9 +125,6 @@ class Format(NamedTuple):
     suffix: str
     write: Callable[[LoadedNet, Path], None]  # raises Failure for a net that the format cannot express
     open: Callable[[Path], Runner]
-    # Lines that use the file. $FILE stands for a Python string with its path, $MODE for Pillow's mode of the net's
-    # images, and $RESIZED for an expression of `RESIZED`.
-    usage: tuple[str, ...]
 
 
 def write_program(net: LoadedNet, path: Path) -> None:
@@ -163,38 +160,9 @@ def open_onnx(path: Path) -> Runner:
     return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
 
 
-# How Pillow gives a picture the size of the net, by `ModelCard.resize`.
-RESIZED = {
-    "crop": "ImageOps.fit(picture, (width, height))",
-    "letterbox": 'ImageOps.pad(picture, (width, height), color="grey")',
-    "squash": "picture.resize((width, height))",
-}
 FORMATS = {
-    "onnx": Format(
-        ".onnx",
-        write_onnx,
-        open_onnx,
-        (
-            "  import json, numpy, onnxruntime",
-            "  from PIL import Image, ImageOps",
-            "  session = onnxruntime.InferenceSession($FILE)",
-            "  about = session.get_modelmeta().custom_metadata_map",
-            '  height, width = json.loads(about["image_size"])',
-            '  picture = Image.open("cat.jpg")  # for transparent and 16-bit pictures, see about["preparation"]',
-            "  picture.draft(None, (2 * max(height, width),) * 2)  # decodes a large JPEG at a smaller scale",
-            '  picture = ImageOps.exif_transpose(picture).convert("$MODE")',
-            "  picture = $RESIZED",
-            "  images = numpy.asarray(picture).reshape(1, height, width, -1).transpose(0, 3, 1, 2)  # uint8",
-            '  probabilities = session.run(None, {"images": images})[0]',
-            '  print(dict(zip(json.loads(about["classes"]), probabilities[0].tolist())))',
-        ),
-    ),
-    "torch-export": Format(
-        ".pt2",
-        write_program,
-        open_program,
-        ("  torch.export.load($FILE).module()(images)  # uint8 (batch, C, H, W)",),
-    ),
+    "onnx": Format(".onnx", write_onnx, open_onnx),
+    "torch-export": Format(".pt2", write_program, open_program),
 }
 
 
