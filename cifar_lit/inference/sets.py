@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -74,27 +75,21 @@ def prediction_sets(probabilities: Tensor, limit: float) -> Tensor:
     return 1 - probabilities <= limit
 
 
-def lac_sets(probabilities: Tensor, scores: Scores | None, level: float) -> Tensor | None:
-    """Return the LAC sets of images at a coverage, bool (N, classes); None if there are too few held-out images.
-
-    probabilities: (N, classes), at the temperature. scores: result of `held_out_scores` for other images.
-    """
-    try:
-        return prediction_sets(probabilities, set_limit(scores, level))
-    except UsageError:
-        return None
-
-
 def measured_coverage(probabilities: Tensor, labels: Tensor, scores: Scores | None) -> list[dict[str, float]]:
     """Return how often the sets of test images contain the true class, for each of `LEVELS` that can be reached.
 
+    Args:
+        probabilities: (N, classes), at the temperature.
+        labels: int64 (N,).
+        scores: result of `held_out_scores` for other images.
+
     Returns:
-        `coverage` (requested), `measured`, and `set_size` (mean number of classes). Arguments are those of `lac_sets`.
+        `coverage` (requested), `measured`, and `set_size` (mean number of classes).
     """
     results = []
     for level in LEVELS:
-        sets = lac_sets(probabilities, scores, level)
-        if sets is not None:
+        with suppress(UsageError):  # too few held-out images
+            sets = prediction_sets(probabilities, set_limit(scores, level))
             covered = sets.gather(1, labels[:, None]).double().mean()
             size = sets.sum(1).double().mean()
             results.append({"coverage": level, "measured": round(float(covered), 6), "set_size": round(float(size), 6)})

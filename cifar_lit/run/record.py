@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from cifar_lit.base.files import read_json, write_text
 from cifar_lit.base.stats import SIGNIFICANT
@@ -29,7 +29,6 @@ class GroupResult(TypedDict):
     # Probability that a group as good as all images has at most as many right (binomial), corrected for the number of
     # groups (Holm).
     p: float
-    coverage: NotRequired[float]  # share of images whose 95 % prediction set contains the true class
 
 
 def read_metrics(run: Path) -> Metrics:

@@ -28,14 +28,12 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.split import TEST, image_hashes, label_hashes
 from cifar_lit.inference.calibration import expected_calibration_error, perfect_error, reliability, tempered
 from cifar_lit.inference.model_file import ModelCard
-from cifar_lit.inference.sets import Scores, lac_sets, measured_coverage
+from cifar_lit.inference.sets import Scores, measured_coverage
 from cifar_lit.run.label_results import label_results
 from cifar_lit.run.record import GroupResult
 from cifar_lit.run.run import Run
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.score import Score
-
-COVERED = 0.95  # coverage of the prediction sets of groups
 
 
 @dataclass(frozen=True)
@@ -118,17 +116,12 @@ def test_scores(test: Tested, images: ImageSet, card: ModelCard, held_out: Score
         scores["tta"] = test.views
     if test.predictions is not None:
         probabilities, labels = test.predictions["probabilities"], test.predictions["labels"]
-        hits = card.task.hits(probabilities.logit(), labels)
+        scores["groups"] = group_results(images.columns, card.task.hits(probabilities.logit(), labels))
         if card.thresholds is not None:
-            scores["groups"] = group_results(images.columns, hits, None)
             return scores | label_results(probabilities, labels, card.thresholds, images.classes)
         scores["calibration"] = calibration_of(probabilities, labels, card)
         probabilities = tempered(probabilities, card.temperature)
-        covered, sets = None, lac_sets(probabilities, held_out, COVERED)
-        if sets is not None:
-            covered = sets.gather(1, labels[:, None])[:, 0]
         scores["coverage"] = measured_coverage(probabilities, labels, held_out)
-        scores["groups"] = group_results(images.columns, hits, covered)
     return scores
 
 
@@ -181,9 +174,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "cifar-lit": cifar_lit.__version__}
 
 
-def group_results(
-    columns: Mapping[str, Sequence[str]], hits: Tensor, covered: Tensor | None
-) -> dict[str, list[GroupResult]]:
+def group_results(columns: Mapping[str, Sequence[str]], hits: Tensor) -> dict[str, list[GroupResult]]:
     """Return the results of each value of each column.
 
     Groups that are worse than all images by more than chance come first. The others cannot be told from them, and
@@ -192,7 +183,6 @@ def group_results(
     Args:
         columns: value of each image by the name of the column.
         hits: whether each prediction is correct, bool (N,).
-        covered: whether the prediction set of each image contains the true class, bool (N,); None without sets.
     """
     results = {}
     overall = float(hits.double().mean())
@@ -207,10 +197,8 @@ def group_results(
             low, high = wilson_interval(correct, count)
             interval = [round(low, 6), round(high, 6)]
             p = binomial_tail(correct, count, overall)
-            group = GroupResult(value=value, images=count, accuracy=round(correct / count, 6), interval=interval, p=p)
-            if covered is not None:
-                group["coverage"] = round(float(covered[rows].double().mean()), 6)
-            groups.append(group)
+            accuracy = round(correct / count, 6)
+            groups.append(GroupResult(value=value, images=count, accuracy=accuracy, interval=interval, p=p))
         for group, p in zip(groups, holm([group["p"] for group in groups]), strict=True):
             group["p"] = p
         results[name] = sorted(groups, key=lambda group: min(group["p"], SIGNIFICANT))

@@ -27,7 +27,6 @@ from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import (
     LEVELS,
     held_out_scores,
-    lac_sets,
     measured_coverage,
     prediction_sets,
     set_limit,
@@ -91,8 +90,7 @@ def test_a_test_measures_the_coverage_of_the_levels_that_the_held_out_images_all
     scores = held_out_scores(probabilities[::2], labels[::2])
     results = measured_coverage(probabilities[1::2], labels[1::2], scores)
     assert [result["coverage"] for result in results] == list(LEVELS)
-    sets = lac_sets(probabilities[1::2], scores, 0.9)
-    assert sets is not None
+    sets = prediction_sets(probabilities[1::2], set_limit(scores, 0.9))
     assert results[1]["measured"] == pytest.approx(float(hits(sets, labels[1::2]).mean()), abs=1e-6)
     assert results[1]["set_size"] == pytest.approx(float(sets.sum(1).double().mean()), abs=1e-6)
     assert held_out_scores(probabilities[:19], labels[:19]) is None
@@ -116,21 +114,15 @@ def test_without_validation_images_the_sets_use_the_temperature_of_the_recipe(te
         assert float(hits(sets, labels[2000:]).mean()) == pytest.approx(level, abs=0.02)
 
 
-def test_a_test_measures_sets_and_groups_at_the_temperature() -> None:
+def test_a_test_measures_sets_at_the_temperature() -> None:
     probabilities, labels = draw(2000)
-    images = ImageSet(
-        torch.zeros(2000, 1, 1, 1, dtype=torch.uint8), labels, tuple("abcde"), columns={"site": ["east", "west"] * 1000}
-    )
+    images = ImageSet(torch.zeros(2000, 1, 1, 1, dtype=torch.uint8), labels, tuple("abcde"))
     card = ModelCard("lenet", 1.0, [1, 1, 1], list("abcde"), [0.5], [0.5], temperature=3.0)
     warm = tempered(probabilities, 3.0)
     scores = held_out_scores(warm, labels)
     tested = Tested(Score(0.5, 1.0, 2000, [1.0] * 5, [[1]]), None, {"probabilities": probabilities, "labels": labels})
     test: Any = run_scores(tested, images, card, scores)
     assert test["coverage"] == measured_coverage(warm, labels, scores)
-    sets = lac_sets(warm, scores, 0.95)
-    assert sets is not None
-    shares = [group["coverage"] for group in test["groups"]["site"]]
-    assert shares == pytest.approx([float(hits(sets, labels)[start::2].mean()) for start in (0, 1)], abs=1e-6)
     calibration = calibration_of(warm, labels, card)
     for name in ("error", "perfect"):
         assert test["calibration"][f"tempered_{name}"] == calibration[name]

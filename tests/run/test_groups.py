@@ -12,11 +12,11 @@ from cifar_lit.run.record import group_lines
 from cifar_lit.run.results import group_results
 
 
-def results_of(hits: dict[str, list[bool]], covered: list[bool] | None = None) -> list[dict[str, Any]]:
+def results_of(hits: dict[str, list[bool]]) -> list[dict[str, Any]]:
     """Return the results of the groups of a column `camera`."""
     values = [name for name, each in hits.items() for _ in each]
     is_hit = torch.tensor([hit for each in hits.values() for hit in each])
-    return group_results({"camera": values}, is_hit, None if covered is None else torch.tensor(covered))["camera"]
+    return group_results({"camera": values}, is_hit)["camera"]
 
 
 def test_a_group_that_is_worse_than_all_by_more_than_chance_comes_first_and_no_unlucky_one() -> None:
@@ -35,12 +35,6 @@ def test_of_a_thousand_equally_good_patients_none_is_called_worse() -> None:
     assert len(groups) == 1000 and [group["value"] for group in groups[:2]] == ["patient 0", "patient 1"]
     line = "0 of 1,000 groups by camera worse than all images by more than chance"
     assert group_lines({"groups": {"camera": groups}}) == [line]
-
-
-def test_the_coverage_of_a_group_is_the_share_of_its_images_with_the_true_class_in_their_set() -> None:
-    groups = results_of({"east": [True] * 3, "west": [True]}, [True, False, True, False])
-    coverage = {group["value"]: group["coverage"] for group in groups}
-    assert coverage == {"east": pytest.approx(2 / 3, abs=1e-6), "west": 0}
 
 
 def test_a_line_names_the_worst_group_and_how_many_are_worse_by_more_than_chance() -> None:
