@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -45,8 +44,7 @@ class Finetune(Callback):
 
     Args:
         weights: imagenet, or a file (.safetensors, .pth), or the folder of a finished run.
-        head_views: number of views of each training image on which the last layer is first fitted. The first view is
-            plain, the others are augmented. 0 skips this fit. A run that knows all classes keeps its last layer.
+        fit_head: first fit the last layer on the plain training images. A run that knows all classes keeps its own.
         unfreeze: train the net after its last layer is fitted. With false, only the last layer is fitted.
         frozen: share of the net's parameter tensors, starting at the input, that stay fixed.
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers (Howard
@@ -57,13 +55,13 @@ class Finetune(Callback):
     def __init__(
         self,
         weights: str = IMAGENET,
-        head_views: int = 2,
+        fit_head: bool = True,
         unfreeze: bool = True,
         frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
     ) -> None:
-        self.weights, self.head_views, self.unfreeze = weights, head_views, unfreeze
+        self.weights, self.fit_head, self.unfreeze = weights, fit_head, unfreeze
         self.frozen, self.input_lr, self.fixed_norms = frozen, input_lr, fixed_norms
 
     @staticmethod
@@ -111,7 +109,7 @@ class Finetune(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
-        if self.head_views and not trainer.ckpt_path:
+        if self.fit_head and not trainer.ckpt_path:
             self._fit_head(trainer, pl_module)
         if not self.unfreeze:
             trainer.should_stop = True
@@ -119,12 +117,12 @@ class Finetune(Callback):
     def _fit_head(self, trainer: pl.Trainer, model: ImageClassifier) -> None:
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         labels, (train, val), classes = data.train_images.labels, data.split, model.hparams["num_classes"]
-        features = first_device_features(trainer, model, train, self.head_views)
-        val_features = first_device_features(trainer, model, val, 1)
+        features = first_device_features(trainer, model, train)
+        val_features = first_device_features(trainer, model, val)
         head, started = net_head(model.net), time.perf_counter()
         keeps_head = self.knows_all and self.unfreeze
         if trainer.is_global_zero and not keeps_head:
-            weight, bias = fit_head(features, labels[train], classes, self.head_views, model.class_balance)
+            weight, bias = fit_head(features, labels[train], classes, model.class_balance)
             scale = 1.0
             if self.unfreeze and not any("Norm" in type(module).__name__ for module in model.net.modules()):
                 # Large weights would make gradients that SGD cannot follow in a net without norms.
@@ -136,7 +134,7 @@ class Finetune(Callback):
         if keeps_head:
             text = "last layer kept, which knows all classes"
         if trainer.is_global_zero:
-            rows, plain = torch.cat((train, val)), torch.cat((features[: len(train)], val_features))
+            rows, plain = torch.cat((train, val)), torch.cat((features, val_features))
             write_rows(trainer, OUT_OF_FOLD, rows, out_of_fold(plain, labels[rows], classes))
             write_rows(trainer, FEATURES, rows, plain)
         broadcast_from_first(trainer, head.weight, head.bias)
@@ -199,53 +197,41 @@ def split_by_depth(net: nn.Module, input_lr: float, groups: list[Group]) -> list
 # ---- features
 
 
-def first_device_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: int) -> Tensor:
-    """Return the inputs of the head for views of training images, computed on the first device.
+def first_device_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor) -> Tensor:
+    """Return the inputs of the head for training images, computed on the first device.
 
     rows: int64 (N,), rows of the training images.
 
     Returns:
-        float16 (views · N, features) on the CPU, view by view, for the first device; (0, features) for the others.
+        float16 (N, features) on the CPU for the first device; (0, features) for the others.
     """
-    parts = [torch.zeros(0, net_head(model.net).in_features, dtype=torch.float16)]
-    if len(rows) and trainer.is_global_zero:
-        model.eval()
-        parts += [compute_features(trainer, model, rows, view) for view in range(views)]
-        model.train()
-    return torch.cat(parts)
+    if not len(rows) or not trainer.is_global_zero:
+        return torch.zeros(0, net_head(model.net).in_features, dtype=torch.float16)
+    model.eval()
+    features = compute_features(trainer, model, rows)
+    model.train()
+    return features
 
 
 @torch.no_grad()
-def compute_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, view: int) -> Tensor:
-    """Return the input of the head for each image of a view: float16 (N, features) on the CPU."""
+def compute_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor) -> Tensor:
+    """Return the input of the head for each training image, float16 (N, features), on the CPU."""
     inputs: list[Tensor] = []
     head = net_head(model.net)
     hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
-    title = f"features of view {view + 1}" if view else "features"
-    with hook, progress(title, len(rows)) as advance:
-        for images in batches_of_view(trainer.datamodule, rows, view):  # type: ignore[attr-defined]
+    with hook, progress("features", len(rows)) as advance:
+        for images in plain_batches(trainer.datamodule, rows):  # type: ignore[attr-defined]
             with trainer.precision_plugin.forward_context():
                 model.net(images.type(head.weight.dtype))
             advance(len(images))
     return torch.cat(inputs)
 
 
-def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor]:
-    """Yield normalised batches of training images on the training device.
-
-    Args:
-        rows: int64 (N,), rows of its training images.
-        view: 0 for plain images. Other views are augmented like the epoch of this number with seed 0, for all seeds.
-    """
-    loader = replace(data.train_loader, seed=0)
-    source, make = loader.source, loader.maker(view)
+def plain_batches(data: ImageData, rows: Tensor) -> Iterator[Tensor]:
+    """Yield normalised batches of the training images at `rows`, int64 (N,), on the training device."""
+    source = data.train_loader.source
     for part in rows.to(source.images.device).split(data.loading.eval_batch_size):
-        if view:
-            (batch,) = make([(part, 1.0)])
-            images = data.augment.change(batch.images.to(data.device), part.to(data.device), 0, view)
-        else:
-            images = source.take(part).to(data.device)
-        yield data.preprocessing.normalise(images)
+        yield data.preprocessing.normalise(source.take(part).to(data.device))
 
 
 # ---- the head
@@ -297,12 +283,12 @@ def head_loss(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> T
 
 
 def fit_head(
-    features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None
+    features: Tensor, labels: Tensor, num_classes: int, class_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a logistic regression with an L2 penalty of the strength that cross-validation selects.
 
     Args:
-        features: (views · N, features), view by view.
+        features: (N, features).
         labels: int64 (N,).
         class_weights: float32 (classes,), weights of the loss.
 
@@ -310,8 +296,7 @@ def fit_head(
         Weight (classes, features) and bias (classes,), float32.
     """
     generator = torch.Generator().manual_seed(0)
-    folds = draw_folds(labels, num_classes, generator).repeat(views)
-    labels = torch.cat([labels] * views)
+    folds = draw_folds(labels, num_classes, generator)
     if len(labels) > FITTED_ROWS:
         subset = torch.randperm(len(labels), generator=generator)[:FITTED_ROWS].sort().values
         features, labels, folds = features[subset], labels[subset], folds[subset]

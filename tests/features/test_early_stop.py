@@ -38,6 +38,6 @@ def test_a_resumed_run_continues_the_count_with_its_own_patience(tmp_path: Path)
 def test_the_score_of_a_fitted_head_is_the_first_to_improve_on(tmp_path: Path) -> None:
     model, data = classifier(net="shapenet", lr=STILL), shapes_data(cache_dir=str(tmp_path))
     torch.save(model.net.state_dict(), tmp_path / "weights.pth")
-    features = [Finetune(str(tmp_path / "weights.pth"), head_views=1), EarlyStop(0.5)]
+    features = [Finetune(str(tmp_path / "weights.pth")), EarlyStop(0.5)]
     done = fitted(model, data, *features, *best_and_last(tmp_path), max_epochs=4)
     assert done.global_step == 2 * BATCHES
