@@ -47,7 +47,7 @@ ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs" / "pictures", ROOT / "results" / "pictures"
 RUNS = Path("lightning_logs")  # in a temporary working folder
 BLUE, ORANGE = "#0072B2", "#D55E00"
-CPU = ("cpu90", "cpu91", "cpu92", "cpu93")
+CPU = ("cpu90", "cpu91", "cpu92")
 WIDTH, DPI = 8.4, 115  # inches, pixels per inch
 STYLE = {
     **{"font.size": 8, "axes.titlesize": 8, "figure.dpi": DPI, "figure.constrained_layout.use": True},

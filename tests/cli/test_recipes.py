@@ -15,7 +15,7 @@ NARROW = ["--model.net_options.widths", "[8, 16, 16]"]
 NARROW_INSIDE = [*NARROW, "--model.net_options.inner", "[8, 8, 16]", "--model.schedule_options.warmup_epochs", "1"]
 SMALL_IMAGES = ["--data.image_size", "16", "--batch-size", "50", "--trainer.limit_train_batches", "2"]
 SMALLER = {
-    **dict.fromkeys(("fast94", "cpu90", "cpu91", "cpu92", "cpu93"), NARROW),
+    **dict.fromkeys(("fast94", "cpu90", "cpu91", "cpu92"), NARROW),
     "cpu100": NARROW_INSIDE,
     "finetune": ["--data.image_size", "64", "--early_stop", "false"],
     "fashion_cnn": ["--data.image_size", "28", "--data.channels", "1"],
@@ -23,7 +23,7 @@ SMALLER = {
 }
 
 # Nets that other recipes of the default tier train too.
-SLOW = ("finetune", "resnet18", "cpu90", "cpu92", "cpu93", "cpu100", "sjnet")
+SLOW = ("finetune", "resnet18", "cpu90", "cpu92", "cpu100", "sjnet")
 RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in recipe_names()]
 
 
