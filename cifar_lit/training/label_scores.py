@@ -12,6 +12,9 @@ from torch import Tensor
 LABEL_SCORES = ("mean_average_precision", "macro_f1", "micro_f1", "hamming_loss", "accuracy")
 
 
+DIGITS = 12  # the last digits of probabilities of equal logits depend on their place in memory
+
+
 class LabelScores(NamedTuple):
     """Scores of each sample, float (samples, classes)."""
 
@@ -35,7 +38,7 @@ def label_scores(
         weights: number of times that a sample has each image, int (samples, N).
     """
     has, known = (labels == 1).cpu().numpy(), (labels >= 0).cpu().numpy()
-    values = probabilities.double().cpu().numpy()
+    values = probabilities.double().cpu().numpy().round(DIGITS)
     given = (values >= np.array(thresholds)) & known
     labelled, predicted, hits = weights @ has, weights @ given, weights @ (has & given)
     precision, recall = hits / np.maximum(predicted, 1), hits / np.maximum(labelled, 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cifar_lit.base.plugins import NameOrObject, build_part
 from cifar_lit.data.image_set import Batch
-from cifar_lit.training.task import OneLabel, Task
+from cifar_lit.training.task import OneLabel, Task, check_task
 
 Change = Callable[[Tensor, Tensor, Batch], Tensor]  # losses (B,), logits (B, classes), batch -> losses (B,)
 
@@ -35,6 +35,7 @@ class Loss:
 
     def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the mean loss of a batch with logits (B, classes), a scalar."""
+        check_task(self.task, batch.labels)
         targets = batch.targets
         if targets is None:
             targets = batch.labels

@@ -19,7 +19,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.plugins import build_part
 from cifar_lit.training.label_scores import LABEL_SCORES, label_scores
 from cifar_lit.training.score import RESERVED, TOP, Score, value_names
-from cifar_lit.training.task import OneLabel, SeveralLabels, Task
+from cifar_lit.training.task import OneLabel, SeveralLabels, Task, check_task
 
 
 class MeanLoss(Metric):
@@ -51,19 +51,13 @@ class MeanLoss(Metric):
 
 
 class Evaluation(nn.Module):
-    """Loss, confusion matrix (in integers), top-5 hits and further metrics of one pass over a set, one label each."""
+    """Loss and further metrics of one pass over a set. A subclass for each task adds its own scores."""
 
-    task: Task = OneLabel()
+    task: Task
 
     def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
         self.loss = MeanLoss()
-        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
-        self.top5: Metric | None = None
-        if num_classes > TOP:
-            self.top5 = MulticlassAccuracy(
-                num_classes, top_k=TOP, average="micro", ignore_index=-1, validate_args=False
-            )
         further = {}
         for name, metric in (metrics or {}).items():
             if name in RESERVED:
@@ -74,9 +68,10 @@ class Evaluation(nn.Module):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add logits (B, classes) and labels as in `data.image_set.Batch`; -1 is padding."""
+        check_task(self.task, labels)
         counted = self.task.counted(labels)
         logits = logits.float()  # probabilities in bfloat16 would tie
-        self._count(logits, labels, counted)
+        self.count(logits, labels, counted)
         if not len(self.further):
             return
         if bool(counted.any()):
@@ -87,8 +82,40 @@ class Evaluation(nn.Module):
             if any(isinstance(state, list) for state in metric._defaults.values()):
                 metric.update(logits[:0], labels[:0].long())
 
-    def _count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
-        """Update the metrics that every score needs. counted: bool (B,), false for padding."""
+    def count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
+        """Add losses, and the scores of the task. counted: bool (B,), false for padding."""
+        raise NotImplementedError
+
+    def compute(self) -> Score:
+        """Return the score over all devices. Collective: every rank must call this."""
+        raise NotImplementedError
+
+    def further_values(self) -> dict[str, float]:
+        """Return the values of the further metrics. Collective: every rank must call this."""
+        return {name: float(value) for name, value in self.further.compute().items()}
+
+    def reset(self) -> None:
+        """Reset all metrics."""
+        for metric in self.children():
+            metric.reset()  # type: ignore[operator]
+
+
+class ClassEvaluation(Evaluation):
+    """Confusion matrix (in integers) and top-5 hits of images with one label each."""
+
+    task: Task = OneLabel()
+
+    def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
+        super().__init__(num_classes, metrics)
+        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
+        self.top5: Metric | None = None
+        if num_classes > TOP:
+            self.top5 = MulticlassAccuracy(
+                num_classes, top_k=TOP, average="micro", ignore_index=-1, validate_args=False
+            )
+
+    def count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
+        """Add logits (B, classes) and labels (B,)."""
         self.loss.update(F.cross_entropy(logits, labels.clamp_min(0), reduction="none"), counted)
         self.confusion.update(logits, labels)
         if self.top5 is not None:
@@ -105,14 +132,9 @@ class Evaluation(nn.Module):
             images=int(counts.sum()),
             per_class=(hits.double() / counts).tolist(),
             confusion=matrix.tolist(),
-            further={name: float(value) for name, value in self.further.compute().items()},
+            further=self.further_values(),
             top5=None if self.top5 is None else round(float(self.top5.compute()), 6),
         )
-
-    def reset(self) -> None:
-        """Reset all metrics."""
-        for metric in self.children():
-            metric.reset()  # type: ignore[operator]
 
 
 class PredictionCollector(Metric):
@@ -157,8 +179,8 @@ class PredictionCollector(Metric):
         return {name: torch.atleast_1d(values) for name, values in self.compute().items()}
 
 
-class SeveralEvaluation(Evaluation):
-    """Loss and scores of one pass over a set of images with several labels, at a probability of 1/2."""
+class LabelEvaluation(Evaluation):
+    """Scores of images with several labels, at a probability of 1/2."""
 
     task: Task = SeveralLabels()
 
@@ -167,9 +189,10 @@ class SeveralEvaluation(Evaluation):
         self.names = value_names(0, [*LABEL_SCORES, *self.further])
         self.predictions = PredictionCollector(self.task)
 
-    def _count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
+    def count(self, logits: Tensor, labels: Tensor, counted: Tensor) -> None:
+        """Add logits and labels (B, classes)."""
         self.loss.update(self.task.loss(logits, labels, 0.0, "none"), counted)
-        self.predictions.update(logits, labels, counted.long())
+        self.predictions.update(logits, labels, torch.arange(len(labels), device=labels.device))  # in any order
 
     def compute(self) -> Score:
         """Return the score over all devices. Collective: every rank must call this."""
@@ -183,11 +206,11 @@ class SeveralEvaluation(Evaluation):
             images=images,
             per_class=scores.average_precision[0].tolist(),
             confusion=[],
-            further=totals | {name: float(value) for name, value in self.further.compute().items()},
+            further=totals | self.further_values(),
         )
 
 
-EVALUATIONS = {OneLabel: Evaluation, SeveralLabels: SeveralEvaluation}  # by the task
+EVALUATIONS: dict[type, type[Evaluation]] = {OneLabel: ClassEvaluation, SeveralLabels: LabelEvaluation}  # by the task
 
 
 # ---- test-time augmentation

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.base.errors import UsageError
+
 
 class OneLabel:
     """Each image has one class: labels are int64 (B,). Cross-entropy and softmax."""
@@ -105,6 +107,12 @@ class SeveralLabels:
 
 
 Task = OneLabel | SeveralLabels
+
+
+def check_task(task: Task, labels: Tensor) -> None:
+    """Raise UsageError if the labels of a batch are those of the other task."""
+    if type(task_of(labels)) is not type(task):
+        raise UsageError("labels (B, classes) need ImageClassifier(task=SeveralLabels()), others need it without task")
 
 
 def task_of(labels: Tensor) -> Task:

@@ -19,7 +19,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.predictions import prediction_table, write_predictions
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector
+from cifar_lit.training.metrics import ClassEvaluation, MeanLoss, PredictionCollector
 from cifar_lit.training.score import Score
 
 LOGITS = 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
@@ -27,7 +27,7 @@ LABELS = torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(1))
 
 
 def evaluate(logits: Tensor, labels: Tensor, batch_size: int) -> Score:
-    evaluation = Evaluation(7)
+    evaluation = ClassEvaluation(7)
     for part, answers in zip(logits.split(batch_size), labels.split(batch_size), strict=True):
         evaluation.update(part, answers)
     return evaluation.compute()
@@ -49,7 +49,7 @@ def test_loss_and_accuracies_equal_torchs_over_all_images() -> None:
 
 
 def test_top5_needs_six_classes() -> None:
-    few, many = Evaluation(5), Evaluation(6)
+    few, many = ClassEvaluation(5), ClassEvaluation(6)
     assert (few.names, many.names) == (few.names, [*few.names, "top5"]) and "top5" not in few.names
     few.update(torch.zeros(2, 5), torch.tensor([0, 1]))
     assert list(few.compute().values) == few.names
@@ -85,7 +85,7 @@ def test_mean_loss_skips_padding_and_overflows_to_nan(losses: list[float], count
 
 
 def test_a_device_with_only_padding_gathers_empty_states_of_the_right_shape() -> None:
-    evaluation = Evaluation(7, {"auroc": MulticlassAUROC(7), "micro": MulticlassAccuracy(7, average="micro")})
+    evaluation = ClassEvaluation(7, {"auroc": MulticlassAUROC(7), "micro": MulticlassAccuracy(7, average="micro")})
     evaluation.update(LOGITS[:5], torch.full((5,), -1))
     auroc, micro = (evaluation.further[name] for name in ("auroc", "micro"))
     states = [(tensor.shape, tensor.dtype) for tensor in (*auroc.preds, *auroc.target)]
@@ -101,7 +101,7 @@ def test_without_images_a_class_has_no_accuracy_and_a_set_no_score() -> None:
     assert all(math.isnan(accuracy) for accuracy in score.per_class[1:])
     missing = Score(0.9, 0.1, 20, [0.8, 1.0, math.nan], [[8, 0, 2], [0, 10, 0], [0, 0, 0]]).values
     assert (missing["macro_f1"], missing["balanced_accuracy"]) == (0.944444, 0.9)
-    empty = Evaluation(3).compute()
+    empty = ClassEvaluation(3).compute()
     assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
 
 

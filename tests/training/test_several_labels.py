@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MultilabelAUROC, MultilabelExactMatch
 
 from cifar_lit import ImageClassifier, load, save
+from cifar_lit.base.errors import UsageError
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.features.class_weights import ClassWeights
 from cifar_lit.run.label_results import label_results
 from cifar_lit.training.checkpoint import last_checkpoint
 from cifar_lit.training.label_scores import average_precision, label_scores
-from cifar_lit.training.metrics import SeveralEvaluation
+from cifar_lit.training.metrics import LabelEvaluation
 from cifar_lit.training.score import Score
 from cifar_lit.training.task import SeveralLabels
 
@@ -32,7 +33,7 @@ UNKNOWN = LABELS.where(torch.rand(300, 3, generator=torch.Generator().manual_see
 
 
 def evaluate(logits: Tensor, labels: Tensor, batch_size: int = 64) -> Score:
-    evaluation = SeveralEvaluation(labels.shape[1])
+    evaluation = LabelEvaluation(labels.shape[1])
     for part, answers in zip(logits.split(batch_size), labels.split(batch_size), strict=True):
         evaluation.update(part, answers)
     return evaluation.compute()
@@ -143,7 +144,7 @@ def test_weights_stand_for_copies_of_an_image() -> None:
 
 def test_metrics_of_a_user_get_the_known_labels_as_integers() -> None:
     metrics = {"auroc": "torchmetrics.classification.MultilabelAUROC", "exact": MultilabelExactMatch}
-    evaluation = SeveralEvaluation(3, metrics)  # type: ignore[arg-type]
+    evaluation = LabelEvaluation(3, metrics)  # type: ignore[arg-type]
     padding = torch.full((4, 3), -1.0)
     evaluation.update(torch.cat((LOGITS, padding)), torch.cat((LABELS, padding)))
     evaluation.update(padding, padding)
@@ -193,6 +194,16 @@ def test_any_loader_with_float_targets_trains() -> None:
     assert scores["test/mean_average_precision"] > 0.95
     assert model.monitored == ("val/mean_average_precision", "max")
     assert ImageClassifier("lenet", [3, 32, 32], 2, task=TASK, monitor="hamming_loss").monitored[1] == "min"
+
+
+@pytest.mark.parametrize("task", [None, TASK])
+def test_labels_of_the_other_task_are_refused(task: SeveralLabels | None) -> None:
+    targets = torch.zeros(8, 2) if task is None else torch.zeros(8, dtype=torch.int64)
+    loader = DataLoader(TensorDataset(torch.randn(8, 3, 16, 16), targets), batch_size=4)
+    model, done = ImageClassifier("lenet", [3, 16, 16], 2, task=task), trainer(max_epochs=1)
+    for run in (done.fit, done.validate):
+        with pytest.raises(UsageError, match=r"need ImageClassifier\(task=SeveralLabels\(\)\), others need it without"):
+            run(model, loader)
 
 
 @pytest.mark.parametrize("augment", [{"mixup": 1.0}, {"cutmix": 1.0}, {}])
