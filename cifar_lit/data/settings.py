@@ -37,7 +37,8 @@ class Images:
         groups: columns of the table, such as camera,site, whose values get results of their own. They are only
             reported: `split.group` keeps groups on one side.
         separator: what separates the labels in a cell of your table, such as ";". Its images may then have several
-            labels, or none. Default: found in the cells.
+            labels, or none; rows of the same image, or equal files in several class folders, are one image with
+            all their labels. Default: found in the cells.
         mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
         std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
         count: number of training images of shapes; the test set is a fifth of it.

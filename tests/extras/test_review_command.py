@@ -175,6 +175,24 @@ def test_several_labels_are_switched_and_a_training_takes_them(review: Callable[
     assert own["0.png"] == "dog|hen|owl" and own["1.png"] == "" and own["4.png"] == "cat|dog"
 
 
+def test_unknown_labels_stay_unknown_until_their_image_is_reviewed(review: Callable[..., Answer]) -> None:
+    draw_folder(Path("animals"), {"": 12})
+    lines = [f"{number}.png,{number % 2},{['', -1, 0, 1][number % 4]},1" for number in range(12)]
+    Path("animals/labels.csv").write_text("\n".join(["path,cat,dog,owl", *lines]))
+    run = write_run("runs/small-1", root="animals/labels.csv", val_size=2)
+    card = load_model_file(run)
+    save_weights(run / "model.safetensors", card.net.state_dict(), replace(card.card, thresholds=[0.5] * 3))
+    review(decisions(("0.png", "relabel", "owl")), run)
+    again = reviewed(run)
+    found = {
+        Path(name).stem: row for name, row in zip(again.train_images.names, again.train_images.labels, strict=True)
+    }
+    assert found.pop("0").tolist() == [0, 0, 1]
+    assert len(found) > 6
+    for name, row in found.items():
+        assert row.tolist() == [int(name) % 2, [-1, -1, 0, 1][int(name) % 4], 1], name
+
+
 def test_several_labels_of_drawn_images_are_not_reviewed() -> None:
     run = write_run(
         "runs/small-1", dataset="shapes", images={"figures": 2, "count": 30, "image_size": 16, "num_classes": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -15,7 +16,7 @@ from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.cache import Duplicates, Index, decoded
 from cifar_lit.data.photos.duplicates import group_files
-from cifar_lit.data.photos.layout import LAYOUT, File, Listing, Tree, part_of, scan
+from cifar_lit.data.photos.layout import BOTH_LABELS, LAYOUT, File, Listing, Tree, part_of, scan
 from cifar_lit.data.photos.table import list_table, table_hint
 from cifar_lit.data.settings import DataSettings, Split
 from cifar_lit.data.sources import Source
@@ -87,12 +88,35 @@ def _list_images(settings: DataSettings) -> Listing:
             raise UsageError(f"{error}{table_hint(root)}") from None
         if any(map(part_of, listing.classes)) and (hint := table_hint(root)):
             note_once(f"{root}: the classes are the folders {listed(listing.classes)}{hint}")
+        if wanted.separator:
+            listing = join_copies(listing, root)
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
     if [*listing.parts] == ["train", "val"] and not settings.split.folds:
         note_once(f"{root}: there are no test images, so val is the test set, and train gives the validation images")
         listing = replace(listing, parts={"train": listing.parts["train"], "test": listing.parts["val"]})
     return listing
+
+
+def join_copies(listing: Listing, root: Path) -> Listing:
+    """Return a listing in which equal files in several classes of a part are one image with all their labels."""
+    sizes = Counter(file.bytes for file in files_of(listing.parts))
+    firsts: dict[tuple[str, str], File] = {}
+    labels: dict[str, dict[str, float]] = {}
+    for part, tree in listing.parts.items():
+        for name, files in tree.items():
+            for file in files:
+                content = file.path
+                if sizes[file.bytes] > 1:
+                    content = sha256((root / file.path).read_bytes()).hexdigest()
+                first = firsts.setdefault((part, content), file)
+                labels.setdefault(first.path, {})[name] = 1.0
+    parts: dict[str, Tree] = {part: {"": []} for part in listing.parts}
+    for (part, _), file in firsts.items():
+        parts[part][""].append(file)
+    several = sum(len(own) > 1 for own in labels.values())
+    note_once(f"{root}: {counted(several, 'image')} of {len(labels):,} in several classes")
+    return replace(listing, parts=parts, labels=labels)
 
 
 def _image_set(images: np.ndarray, index: Index, listing: Listing, parts: Mapping[str, Tree], train: bool) -> ImageSet:
@@ -189,7 +213,7 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
             across += [f"{path} of {first}" for path in others if places[path][0] != "train"]
     if mixed:
         count = counted(len(mixed), "image")
-        note_once(f"classes share {count} {where}, such as {mixed[0]}: remove the wrong one")
+        note_once(f"classes share {count} {where}, such as {mixed[0]}: remove the wrong one, or {BOTH_LABELS}")
     kind = "near-duplicates (the same except for scaling, encoding, brightness or a central crop by up to 3 %)"
     if across:
         count = f"{len(across):,} held-out images {where}"

@@ -24,6 +24,7 @@ from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet, check_class_names
 from cifar_lit.data.photos.decode import IMAGES
 from cifar_lit.data.photos.layout import (
+    BOTH_LABELS,
     PARTS,
     TABLES,
     Listing,
@@ -44,7 +45,8 @@ COLUMNS = {
 }
 FEW_IMAGES = 3  # a label with fewer cannot be in training, validation and test images
 INDEX = re.compile(r"(Unnamed: \d+)?")  # the column of row numbers that pandas writes
-OWN = {"original_label", "reviewed"}  # columns that a review writes
+UNKNOWN_LABELS = "unknown_labels"
+OWN = {"original_label", "reviewed", UNKNOWN_LABELS}  # columns that a review writes
 YES, NO = {"1", "1.0", "true", "yes"}, {"", "0", "0.0", "false", "no"}
 UNKNOWN = {"", "-1", "-1.0"}  # in a column of a label, as in CheXpert
 MISSING = {"", "nan", "<na>", "null"}  # an empty cell as pandas and databases write it
@@ -137,6 +139,7 @@ def read_table(
         if one_hot:
             values["label"] = "|".join(name for name in one_hot if cells.get(name, "").lower() in YES)
         unknown = [name for name in one_hot if cells.get(name, "") in UNKNOWN]
+        unknown += split_labels(cells.get(UNKNOWN_LABELS, ""), "|")
         rows.append(Row(number, cells, **values, unknown=unknown))
     used = {*places.values(), *flags, *columns, *OWN, *one_hot}
     unused = [name for name in names if name not in used]
@@ -320,7 +323,7 @@ def list_table(
             f"{len(missing):,} of {len(listed_rows):,} images of {table} do not exist: {listed(missing)}; "
             f"paths are relative to {folder}/. {remedy}"
         )
-    rows = _unique_rows(table, listed_rows, found)
+    rows = _unique_rows(table, listed_rows, found, separator)
     names = {row.label for row in rows.values()}
     for path, row in rows.items():
         whole = re.sub(r"^(-?\d+)\.0+$", r"\1", row.label)  # 1.0 is 1, if both are in the table
@@ -387,8 +390,8 @@ def _labels(table: Path, rows: Mapping[str, Row], separator: str) -> dict[str, d
     return labels
 
 
-def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, str]) -> dict[str, Row]:
-    """Return the rows by the paths of their files.
+def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, str], separator: str) -> dict[str, Row]:
+    """Return the rows by the paths of their files. With a separator, the labels in rows of the same file are joined.
 
     found: files by the paths in the table. Raise UsageError if rows contradict each other.
     """
@@ -397,6 +400,9 @@ def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, st
     for row in listed_rows:
         path = found.get(row.path, row.path)
         above = rows.setdefault(path, row)
+        if separator and row is not above:
+            rows[path] = above._replace(label=f"{above.label}{separator}{row.label}")
+            row = row._replace(label=above.label)
         fault = ""
         if row.group and part_of_group.setdefault(row.group, row.split) != row.split:
             fault = f"group {row.group!r} is in {part_of_group[row.group]} and in {row.split}: leave it in one"
@@ -404,6 +410,8 @@ def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, st
             before, here = getattr(above, column), getattr(row, column)
             if before != here:
                 fault = f"{path} has the {column} {here!r}, and {before!r} in a row above: keep one row"
+                if column == "label":
+                    fault += f", or {BOTH_LABELS}"
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
     return rows

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cifar_lit.base.files import writing
 from cifar_lit.base.text import csv_text, printable
-from cifar_lit.data.photos.table import read_table
+from cifar_lit.data.image_set import label_text
+from cifar_lit.data.photos.table import UNKNOWN_LABELS, read_table
 from cifar_lit.data.sources import load_images
 from cifar_lit.extras.label.journal import Decision
 
@@ -53,7 +54,8 @@ class Labels(NamedTuple):
         """Write the table of reviewed labels without dropped images; return its number of rows.
 
         Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was never reviewed)
-        and `columns`. New images have no original label, and are training images.
+        and `columns`. New images have no original label, and are training images. A reviewed
+        image has no unknown label.
         """
         rows = [[self.column, "label", "original_label", "reviewed", *self.columns]]
         for key, label, *values in zip(self.keys, self.labels, *self.columns.values(), strict=True):
@@ -61,6 +63,8 @@ class Labels(NamedTuple):
             if made is None or made.action == "skip":
                 rows.append([key, label, label, "", *values])
             elif made.label is not None:
+                if UNKNOWN_LABELS in self.columns:
+                    values[[*self.columns].index(UNKNOWN_LABELS)] = ""
                 rows.append([key, made.label, label, made.date, *values])
         own = {*self.keys}
         for key, made in decisions.items():
@@ -97,14 +101,18 @@ def _labels_of_files(data: ImageData) -> Labels:
         names.append(settings.split.group)
     settings = replace(settings, images=replace(settings.images, groups=names))
     images, test = (load_images("folder", settings, train=train) for train in (True, False))
-    keys, labels, groups = [], [], []
+    keys, labels, groups, unknown = [], [], [], []
     columns: dict[str, list[str]] = {name: [] for name in names if name not in OWN}
     for part in (images, test):
         keys += [os.path.normpath(folder / name) for name in part.names]
         labels += _class_names(part)
         groups += _groups(part)
+        if part.has_several_labels:
+            unknown += [label_text(-row, part.classes) for row in part.labels]
         for name, values in columns.items():
             values += part.columns[name]
+    if any(unknown):
+        columns[UNKNOWN_LABELS] = unknown
     if len(test) or not data.parts.folds:
         columns["split"] = [*_sides(data), *["test"] * len(test)]
     return Labels("path", keys, labels, columns, groups)
