@@ -85,9 +85,28 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
         (line,) = axes.plot(epochs, values, color=PART_COLOURS[part], linewidth=1.6, label=PART_NAMES[part])
         if len(points) == 1:
             line.set(linestyle="none", marker="D", markersize=6, clip_on=False)
-    axes.set_xlabel("epochs", color=INK, fontsize=9)
+    axes.set_xlabel("epochs")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    _finish(axes)
+
+
+@own_style
+def precision_recall_figure(lines: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
+    """Draw precision over recall, float (N,) each, of up to three labels by name."""
+    figure = Figure(figsize=(4.4, 2.9), dpi=150, layout="constrained")
+    axes = figure.subplots(subplot_kw={"facecolor": "none"})
+    for colour, (name, (precision, recall)) in zip(PART_COLOURS.values(), lines.items(), strict=False):
+        axes.plot(recall, precision, color=colour, linewidth=1.6, label=_tick(name))
+    axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.01), ylim=(0, 1.01))
+    _finish(axes)
+    return figure
+
+
+def _finish(axes: Axes) -> None:
+    """Add grid and legend, in the colours of the page."""
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=INK, fontsize=9)
     axes.grid(color=RULE, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(RULE)

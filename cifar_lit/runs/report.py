@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
+from torchmetrics.functional.classification import binary_precision_recall_curve
 
 from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import SIGNIFICANT, binomial_tail, holm, wilson_interval
@@ -37,6 +38,7 @@ from cifar_lit.runs.figures import (
     curve_figure,
     curves,
     data_uri,
+    precision_recall_figure,
 )
 from cifar_lit.runs.label_errors import (
     Duplicates,
@@ -63,6 +65,9 @@ FACTS = {
     "images_per_second": ("training speed", "{:,.0f} images/s"), "date": ("finished", "{}"),
     "commit": ("commit of cifar-lit", "{}"),
 }  # fmt: skip
+
+
+WORST = 3  # labels whose precision is drawn over recall
 
 
 def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
@@ -175,7 +180,7 @@ def _class_parts(data: ImageData, table: PredictionTable) -> dict[str, Any]:
         "worse": _worse_classes(rows, correct / images),
         "matrix": matrix.tolist(),
         "largest": int(matrix.clone().fill_diagonal_(0).max()),
-        "confused": _most_confused(matrix, classes),
+        "confused": _most_frequent(matrix, classes),
         "error": expected_calibration_error(bins),
         "bins": [part for part in reversed(bins) if part.images],
         "mean": float(table.probability.mean()),
@@ -188,15 +193,24 @@ def _label_parts(test: Metrics, data: ImageData, predictions: Mapping[str, Tenso
     rows = []
     for (name, numbers), trained in zip(test["labels"].items(), data.class_counts.tolist(), strict=True):
         rows.append({**numbers, "name": name, "trained": trained})
-    labels = predictions["labels"]
+    labels, probabilities = predictions["labels"], predictions["probabilities"]
     thresholds = torch.tensor([row["threshold"] for row in rows])
-    given = (predictions["probabilities"] >= thresholds).float()
-    missed, surplus = (labels == 1) * (1 - given), (labels == 0) * given
-    matrix = (missed.T @ surplus).long()
-    matrix += ((labels == 1).sum(0) - matrix.sum(1)).diag()  # rows add up to the images with the label
-    confused = _most_confused(matrix, data.classes)
+    given = (probabilities >= thresholds).float()
+    has = (labels == 1).float()
+    pairs = {"confused": (has * (1 - given)).T @ ((labels == 0) * given), "together": has.T @ has}
+    parts: dict[str, Any] = {}
+    for name, counts in pairs.items():
+        matrix = counts.fill_diagonal_(0).long()
+        matrix += (has.sum(0).long() - matrix.sum(1)).diag()  # rows add up to the images with the label
+        parts[name] = _most_frequent(matrix, data.classes)
     rows.sort(key=lambda row: (row["images"] == 0, row["average_precision"]))
-    return {"label_rows": rows, "confused": confused}
+    lines = {}
+    for row in rows[:WORST]:
+        column = data.classes.index(row["name"])
+        own = probabilities[:, column], labels[:, column].long()
+        lines[row["name"]] = binary_precision_recall_curve(*own, ignore_index=-1)[:2]
+    chart = as_svg(precision_recall_figure(lines), "precision", f"precision over recall of {listed(lines)}")
+    return parts | {"label_rows": rows, "chart": chart}
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:
@@ -227,12 +241,12 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
     return facts
 
 
-def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 20) -> list[tuple[str, str, int, float]]:
-    """Return the most frequent confusions: label, predicted class, images, and their fraction of the label's images."""
+def _most_frequent(matrix: Tensor, classes: Sequence[str]) -> list[tuple[str, str, int, float]]:
+    """Return the largest cells beside the diagonal: label, other class, images, and their fraction of the label's."""
     counts = matrix.clone().fill_diagonal_(0).flatten()
     totals = matrix.sum(1).tolist()
     confused = []
-    for cell in counts.argsort(descending=True, stable=True)[:limit].tolist():
+    for cell in counts.argsort(descending=True, stable=True)[:GALLERY_SIZE].tolist():
         row, column = divmod(cell, len(classes))
         if images := int(counts[cell]):
             confused.append((classes[row], classes[column], images, images / totals[row]))

@@ -88,15 +88,15 @@ def test_identical_images_are_counted_and_near_duplicates_listed() -> None:
 def test_missing_and_surplus_labels_are_listed_as_pairs_of_an_image_and_a_label() -> None:
     labels = torch.tensor([[1.0, 0, 1], [0.0, -1, 1], [0.0, 0, 0]])
     images = ImageSet(PIXELS[:3], labels, ("cat", "dog", "owl"))
-    probabilities = torch.tensor([[0.9, 0.8, 0.7], [0.2, 0.9, 0.05], [0.1, 0.3, 0.2]])
+    probabilities = torch.tensor([[0.3, 0.8, 0.7], [0.2, 0.9, 0.05], [0.1, 0.3, 0.2]])
     listed = listed_images(images, torch.arange(3), rank_labels(labels, probabilities), ["train"] * 3)
     assert [(row, cells["label"], cells["suggested"]) for row, cells in listed] == [
-        (1, "owl", "no owl"), (0, "no dog", "dog"), (2, "no dog", "no dog")
+        (1, "owl", "no owl"), (0, "no dog", "dog"), (0, "cat", "no cat"), (2, "no dog", "no dog")
     ]  # fmt: skip
-    assert [cells["suspected"] for _, cells in listed] == ["yes", "yes", "no"]
+    assert [cells["suspected"] for _, cells in listed] == ["yes", "yes", "yes", "no"]
     assert float(listed[0][1]["probability_of_label"]) == pytest.approx(0.05)
     result = suspect_labels(images, listed, "Training")
-    assert (result.images, result.rejected) == (3, 2)
+    assert (result.images, result.rejected) == (3, 3)
 
 
 def test_identical_images_conflict_if_their_sets_of_labels_differ() -> None:

@@ -175,7 +175,7 @@ def test_the_report_is_small_and_accessible_fits_a_phone_and_works_offline(
 
 
 def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_image(tmp_path: Path) -> None:
-    labels = torch.tensor([[1.0, 0, 0]] * 6 + [[0.0, 1, 0]] * 4)
+    labels = torch.tensor([[1.0, 1, 0]] + [[1.0, 0, 0]] * 5 + [[0.0, 1, 0]] * 4)
     probabilities = torch.tensor([[0.9, 0.1, 0.1]] * 3 + [[0.2, 0.95, 0.1]] * 3 + [[0.1, 0.9, 0.2]] * 4)
     metrics = {"test": label_results(probabilities, labels, [0.5] * 3, "abc")}
     data = data_of(["a", "b", HOSTILE], 10, 8)
@@ -188,4 +188,5 @@ def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_im
     assert cells[1][0] == "100.0 %" and cells[1][2:] == ["0.500", "100.0 %", "50.0 %", "66.7 %", "6", "5"]
     assert cells[2] == ["–", "–", "0.500", "–", "–", "–", "0", "5"]
     confused = re.findall(r'<td class="name">(\w)</td><td class="name">(\w)</td><td>(\d)</td><td>([^<]*)</td>', page)
-    assert confused == [("a", "b", "3", "50.0 %")]
+    assert confused == [("a", "b", "1", "16.7 %"), ("b", "a", "1", "20.0 %"), ("a", "b", "3", "50.0 %")]
+    assert page.count('aria-label="precision over recall of b, a, ') == 1
