@@ -8,7 +8,7 @@ Pretrained Features, ICLR 2022).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -205,33 +205,22 @@ def first_device_features(trainer: pl.Trainer, model: ImageClassifier, rows: Ten
     Returns:
         float16 (N, features) on the CPU for the first device; (0, features) for the others.
     """
-    if not len(rows) or not trainer.is_global_zero:
-        return torch.zeros(0, net_head(model.net).in_features, dtype=torch.float16)
-    model.eval()
-    features = compute_features(trainer, model, rows)
-    model.train()
-    return features
-
-
-@torch.no_grad()
-def compute_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor) -> Tensor:
-    """Return the input of the head for each training image, float16 (N, features), on the CPU."""
-    inputs: list[Tensor] = []
     head = net_head(model.net)
+    if not len(rows) or not trainer.is_global_zero:
+        return torch.zeros(0, head.in_features, dtype=torch.float16)
+    data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+    inputs: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
-    with hook, progress("features", len(rows)) as advance:
-        for images in plain_batches(trainer.datamodule, rows):  # type: ignore[attr-defined]
+    source = data.train_loader.source
+    model.eval()
+    with hook, torch.no_grad(), progress("features", len(rows)) as advance:
+        for part in rows.to(source.images.device).split(data.loading.eval_batch_size):
+            images = data.preprocessing.normalise(source.take(part).to(data.device))
             with trainer.precision_plugin.forward_context():
                 model.net(images.type(head.weight.dtype))
-            advance(len(images))
+            advance(len(part))
+    model.train()
     return torch.cat(inputs)
-
-
-def plain_batches(data: ImageData, rows: Tensor) -> Iterator[Tensor]:
-    """Yield normalised batches of the training images at `rows`, int64 (N,), on the training device."""
-    source = data.train_loader.source
-    for part in rows.to(source.images.device).split(data.loading.eval_batch_size):
-        yield data.preprocessing.normalise(source.take(part).to(data.device))
 
 
 # ---- the head

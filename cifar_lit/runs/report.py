@@ -198,7 +198,7 @@ def _label_parts(test: Metrics, data: ImageData, predictions: Mapping[str, Tenso
     given = (probabilities >= thresholds).float()
     has = (labels == 1).float()
     pairs = {"confused": (has * (1 - given)).T @ ((labels == 0) * given), "together": has.T @ has}
-    parts: dict[str, Any] = {}
+    parts = {}
     for name, counts in pairs.items():
         matrix = counts.fill_diagonal_(0).long()
         matrix += (has.sum(0).long() - matrix.sum(1)).diag()  # rows add up to the images with the label
@@ -210,7 +210,7 @@ def _label_parts(test: Metrics, data: ImageData, predictions: Mapping[str, Tenso
         own = probabilities[:, column], labels[:, column].long()
         lines[row["name"]] = binary_precision_recall_curve(*own, ignore_index=-1)[:2]
     chart = as_svg(precision_recall_figure(lines), "precision", f"precision over recall of {listed(lines)}")
-    return parts | {"label_rows": rows, "chart": chart}
+    return {**parts, "label_rows": rows, "chart": chart}
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:

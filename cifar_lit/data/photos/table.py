@@ -324,6 +324,8 @@ def list_table(
             f"paths are relative to {folder}/. {remedy}"
         )
     rows = _unique_rows(table, listed_rows, found, separator)
+    if separator and len(rows) < len(listed_rows):
+        note_once(f"{table}: {len(listed_rows):,} rows of {len(rows):,} images, whose labels are joined")
     names = {row.label for row in rows.values()}
     for path, row in rows.items():
         whole = re.sub(r"^(-?\d+)\.0+$", r"\1", row.label)  # 1.0 is 1, if both are in the table
