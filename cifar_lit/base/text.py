@@ -171,7 +171,7 @@ def progress(
     if not is_hidden and not sys.stderr.isatty():
         interval = SECONDS_IN_FILES
     with tqdm(
-        desc=printable(description), total=total or None, unit=f" {unit}", unit_scale=scale, leave=False,
+        desc=printable(description), total=total or None, unit=f" {unit}", unit_scale=scale != 1 and scale, leave=False,
         disable=is_hidden, delay=interval, mininterval=interval, dynamic_ncols=True,
     ) as bar:  # fmt: skip
         yield bar.update

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,7 +12,6 @@ from markupsafe import Markup
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import Failure, UsageError, check_packages, first_line
 from cifar_lit.base.files import display_path, write_text, writing
-from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import note, printable_lines, quoted, say
 from cifar_lit.inference.load import HUB
 from cifar_lit.inference.model_file import MODEL, load_model_file, save_weights
@@ -22,12 +19,7 @@ from cifar_lit.run.record import read_metrics
 from cifar_lit.runs.report import summary
 
 DESCRIPTION = "Write a repository for the Hugging Face hub, with a model card, into a folder. Nothing is uploaded."
-FILES = (MODEL, "config.yaml", "README.md")
-DATASETS = {  # names on the hub
-    "cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "fashion_mnist": "zalando-datasets/fashion_mnist"
-}  # fmt: skip
-PRIVATE = ("root", "logs", "cache_dir", "ckpt_path", "dirpath", "save_dir", "default_root_dir")  # places of the owner
-_PLACE = re.compile(r"^[~/\\]|:[/\\]")  # paths and addresses
+FILES = (MODEL, "README.md")
 
 
 def export_to_hub(argv: list[str]) -> None:
@@ -47,10 +39,7 @@ def export_to_hub(argv: list[str]) -> None:
         if os.path.lexists(folder / name):
             raise UsageError(f"{display_path(folder / name)} exists: name another folder, or move that file away")
     net = load_model_file(run)
-    settings = without_places(plain_values(run / "config.yaml"))
     front = {"license": options.license, "library_name": "cifar-lit", "pipeline_tag": "image-classification"}
-    if metrics["dataset"] in DATASETS:
-        front["datasets"] = DATASETS[metrics["dataset"]]
     pages = Environment(
         loader=PackageLoader("cifar_lit.extras", ""), autoescape=True, finalize=printable_lines,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -61,22 +50,10 @@ def export_to_hub(argv: list[str]) -> None:
     )  # fmt: skip
     with writing(folder / MODEL, "Choose another folder.", parents=True) as partial:
         save_weights(partial, net.net.state_dict(), net.card)
-    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     write_text(folder / "README.md", card)
     place = quoted(display_path(folder))
-    say(f"wrote {place} · licence {options.license} (--license)", "", "next: read README.md and config.yaml, then")
+    say(f"wrote {place} · licence {options.license} (--license)", "", "next: read README.md, then")
     say(f"  hf upload USER/NAME {place}")
-
-
-def without_places(settings: Any) -> Any:
-    """Return settings without those of `PRIVATE`, and with null for paths and addresses."""
-    if isinstance(settings, dict):
-        return {name: without_places(value) for name, value in settings.items() if name not in PRIVATE}
-    if isinstance(settings, list):
-        return [without_places(value) for value in settings]
-    if isinstance(settings, str) and _PLACE.search(settings):
-        return None
-    return settings
 
 
 def fetch(name: str) -> Path:

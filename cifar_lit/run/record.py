@@ -56,7 +56,7 @@ def shown_scores(scores: Metrics, classes: int) -> Metrics:
 
 def score_title(name: str) -> str:
     """Return the name of a score in texts."""
-    return METRICS[name].text if name in METRICS else name.replace("_", " ").replace("f1", "F1")
+    return METRICS[name].text if name in METRICS else name.replace("_f1", " F1").replace("_", " ")
 
 
 def weights_text(metrics: Metrics) -> str:

@@ -205,11 +205,13 @@ def _label_parts(test: Metrics, data: ImageData, predictions: Mapping[str, Tenso
         parts[name] = _most_frequent(matrix, data.classes)
     rows.sort(key=lambda row: (row["images"] == 0, row["average_precision"]))
     lines = {}
-    for row in rows[:WORST]:
+    for row in [row for row in rows if row["images"]][:WORST]:
         column = data.classes.index(row["name"])
         own = probabilities[:, column], labels[:, column].long()
         lines[row["name"]] = binary_precision_recall_curve(*own, ignore_index=-1)[:2]
-    chart = as_svg(precision_recall_figure(lines), "precision", f"precision over recall of {listed(lines)}")
+    chart = ""
+    if lines:
+        chart = as_svg(precision_recall_figure(lines), "precision", f"precision over recall of {listed(lines)}")
     return {**parts, "label_rows": rows, "chart": chart}
 
 

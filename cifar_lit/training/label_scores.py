@@ -38,7 +38,8 @@ def label_scores(
         weights: number of times that a sample has each image, int (samples, N).
     """
     has, known = (labels == 1).cpu().numpy(), (labels >= 0).cpu().numpy()
-    values = probabilities.double().cpu().numpy().round(DIGITS)
+    mantissa, exponent = np.frexp(probabilities.double().cpu().numpy())
+    values = np.ldexp(mantissa.round(DIGITS), exponent)
     given = (values >= np.array(thresholds)) & known
     labelled, predicted, hits = weights @ has, weights @ given, weights @ (has & given)
     precision, recall = hits / np.maximum(predicted, 1), hits / np.maximum(labelled, 1)

@@ -110,9 +110,11 @@ Task = OneLabel | SeveralLabels
 
 
 def check_task(task: Task, labels: Tensor) -> None:
-    """Raise UsageError if the labels of a batch are those of the other task."""
-    if type(task_of(labels)) is not type(task):
-        raise UsageError("labels (B, classes) need ImageClassifier(task=SeveralLabels()), others need it without task")
+    """Raise UsageError if the labels of a batch are not those of the task."""
+    several = isinstance(task, SeveralLabels)
+    if (labels.ndim == 2, labels.is_floating_point()) != (several, several):
+        needed = "float (B, classes) with ImageClassifier(task=SeveralLabels()), else int64 (B,)"
+        raise UsageError(f"labels must be {needed}, not {labels.dtype} {tuple(labels.shape)}")
 
 
 def task_of(labels: Tensor) -> Task:

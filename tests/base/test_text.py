@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 
 import pytest
@@ -68,6 +69,13 @@ def test_a_duration_is_a_number_with_a_unit() -> None:
 def test_words_of_a_command_are_in_double_quotes_where_a_shell_would_read_them_otherwise() -> None:
     words = ["--lr=1", "my photos", "{depth: 3}", "it's", "$HOME", '"', "*.png", "猫/a-1.yaml", ""]
     assert quoted(*words) == '--lr=1 "my photos" "{depth: 3}" "it\'s" "\\$HOME" "\\"" "*.png" 猫/a-1.yaml ""'
+
+
+def test_a_bar_in_a_file_leaves_one_line_in_the_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("a [b]", 3_000_000, unit="MB", scale=1e-6) as advance:
+        advance(1_000_000)
+        advance(2_000_000)
+    assert re.fullmatch(r"a \[b\]: 3 MB · [\d,]{3,}\.\d MB/s · 0.0 s\n", capsys.readouterr().err)
 
 
 def test_a_program_without_a_console_prints_nothing(

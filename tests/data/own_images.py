@@ -33,15 +33,6 @@ def save_photo(path: Path, seed: int) -> Path:
     return path
 
 
-def doubling_links(folder: Path, levels: int) -> None:
-    """Create folders 0, 1, …, each with two links to the next. 2**levels paths lead to the image in the last."""
-    for level in range(levels):
-        (folder / str(level)).mkdir(parents=True)
-        for name in "xy":
-            (folder / str(level) / name).symlink_to(folder / str(level + 1))
-    save(folder / str(levels) / "deep.png")
-
-
 def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 

@@ -13,7 +13,7 @@ from contract.command_line import assert_refused, metrics_of, run_command
 
 from cifar_lit import load
 from cifar_lit.base.errors import Failure
-from cifar_lit.extras.hub import FILES, without_places
+from cifar_lit.extras.hub import FILES
 
 hub = pytest.importorskip("huggingface_hub", reason="pip install -e '.[hub]'")
 
@@ -38,29 +38,6 @@ def test_the_folder_has_the_weights_and_a_card_that_the_hub_can_read(run_dir: Pa
     for name, accuracy in test["per_class"].items():
         assert f"| {name} | {100 * accuracy:.2f} % |" in card.text
     assert f"| {metrics['train_seconds']:,.1f} s |" in card.text and "The weights: cc-by-4.0." in card.text
-
-
-def test_the_settings_repeat_the_training(run_dir: Path) -> None:
-    assert run_command("export", run_dir, "--to=hub", "out").code == 0
-    answer = run_command("train", "--config", "out/config.yaml", "--logs", "again")
-    assert answer.code == 0, answer.err
-    (again,) = Path("again").iterdir()
-    assert (again / "model.safetensors").read_bytes() == (run_dir / "model.safetensors").read_bytes()
-
-
-def test_no_place_of_the_owners_machine_is_published() -> None:
-    settings = {
-        "recipe": "own", "logs": "secret", "seed_everything": 3, "ckpt_path": "secret/last.ckpt",
-        "data": {"dataset": "folder", "root": "secret/photos", "loading": {"cache_dir": "secret", "workers": 1}},
-        "finetune": {"weights": "/home/secret/weights.pt"},
-        "trainer": {"callbacks": [{"init_args": {"dirpath": "secret", "path": ["~/secret", "C:\\secret", "a"]}}]},
-        "model": {"lr": 0.1, "note": "https://secret:password@host"},
-    }  # fmt: skip
-    assert without_places(settings) == {
-        "recipe": "own", "seed_everything": 3, "data": {"dataset": "folder", "loading": {"workers": 1}},
-        "finetune": {"weights": None}, "trainer": {"callbacks": [{"init_args": {"path": [None, None, "a"]}}]},
-        "model": {"lr": 0.1, "note": None},
-    }  # fmt: skip
 
 
 def test_text_of_a_run_is_no_html_in_the_card(run_dir: Path) -> None:

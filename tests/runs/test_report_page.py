@@ -17,6 +17,7 @@ from browser import Open
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.label_results import label_results
 from cifar_lit.run.predictions import PredictionTable, prediction_table
+from cifar_lit.runs import report
 from cifar_lit.runs.figures import Picture, curves
 from cifar_lit.runs.label_errors import Duplicates, Findings, Pair, Suspects
 from cifar_lit.runs.report import render
@@ -174,14 +175,23 @@ def test_the_report_is_small_and_accessible_fits_a_phone_and_works_offline(
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
-def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_image(tmp_path: Path) -> None:
-    labels = torch.tensor([[1.0, 1, 0]] + [[1.0, 0, 0]] * 5 + [[0.0, 1, 0]] * 4)
-    probabilities = torch.tensor([[0.9, 0.1, 0.1]] * 3 + [[0.2, 0.95, 0.1]] * 3 + [[0.1, 0.9, 0.2]] * 4)
+def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = torch.tensor([[1.0, 1, -1]] + [[1.0, 0, 0]] * 5 + [[0.0, 1, 0]] * 4)
+    probabilities = torch.tensor(
+        [[0.9, 0.1, 0.9]] + [[0.9, 0.1, 0.1]] * 2 + [[0.2, 0.95, 0.1]] * 3 + [[0.1, 0.9, 0.2]] * 4
+    )
     metrics = {"test": label_results(probabilities, labels, [0.5] * 3, "abc")}
     data = data_of(["a", "b", HOSTILE], 10, 8)
     metrics["test"]["labels"][HOSTILE] = metrics["test"]["labels"].pop("c")  # type: ignore[attr-defined]
     predictions = {"labels": labels, "probabilities": probabilities}
+    figures, draw = [], report.precision_recall_figure
+    monkeypatch.setattr(report, "precision_recall_figure", lambda lines: figures.append(draw(lines)) or figures[0])
     page = render(tmp_path, json.loads(json.dumps(metrics)), data, predictions, NO_FINDINGS)
+    worst, *others = figures[0].axes[0].lines
+    assert (worst.get_label(), [line.get_label() for line in others]) == ("b", ["a"])
+    assert (0.8, pytest.approx(4 / 7)) in zip(worst.get_xdata().round(6), worst.get_ydata(), strict=True)  # at 0.9
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
     assert [name[:4] for name, _ in rows] == ["b", "a", "&lt;"] and HOSTILE not in page  # the worst first
     cells = [re.findall("<td>([^<]*)", row) for _, row in rows]
@@ -189,4 +199,4 @@ def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_im
     assert cells[2] == ["–", "–", "0.500", "–", "–", "–", "0", "5"]
     confused = re.findall(r'<td class="name">(\w)</td><td class="name">(\w)</td><td>(\d)</td><td>([^<]*)</td>', page)
     assert confused == [("a", "b", "1", "16.7 %"), ("b", "a", "1", "20.0 %"), ("a", "b", "3", "50.0 %")]
-    assert page.count('aria-label="precision over recall of b, a, ') == 1
+    assert page.count('aria-label="precision over recall of b, a"') == 1

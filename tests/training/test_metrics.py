@@ -19,7 +19,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.predictions import prediction_table, write_predictions
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.metrics import ClassEvaluation, MeanLoss, PredictionCollector
+from cifar_lit.training.metrics import ClassEvaluation, Evaluation, LabelEvaluation, MeanLoss, PredictionCollector
 from cifar_lit.training.score import Score
 
 LOGITS = 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
@@ -46,6 +46,16 @@ def test_loss_and_accuracies_equal_torchs_over_all_images() -> None:
     assert score.per_class == pytest.approx(MulticlassAccuracy(7, average="none")(LOGITS, LABELS).tolist(), abs=1e-7)
     assert score.loss == pytest.approx(float(F.cross_entropy(LOGITS.double(), LABELS)), abs=1e-6)
     assert [sum(row) for row in score.confusion] == torch.bincount(LABELS, minlength=7).tolist()
+
+
+@pytest.mark.parametrize(("evaluation", "labels"), [(ClassEvaluation, LABELS), (LabelEvaluation, (LOGITS > 2).float())])
+def test_a_pass_begins_anew(evaluation: type[Evaluation], labels: Tensor) -> None:
+    fresh, used = evaluation(7), evaluation(7)
+    used.update(-LOGITS, labels)
+    used.reset()
+    for each in (fresh, used):
+        each.update(LOGITS[:99], labels[:99])
+    assert fresh.compute() == used.compute()
 
 
 def test_top5_needs_six_classes() -> None:

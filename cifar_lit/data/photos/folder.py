@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +17,7 @@ from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.cache import Duplicates, Index, decoded
 from cifar_lit.data.photos.duplicates import group_files
-from cifar_lit.data.photos.layout import BOTH_LABELS, LAYOUT, File, Listing, Tree, part_of, scan
+from cifar_lit.data.photos.layout import LAYOUT, File, Listing, Tree, part_of, scan
 from cifar_lit.data.photos.table import list_table, table_hint
 from cifar_lit.data.settings import DataSettings, Split
 from cifar_lit.data.sources import Source
@@ -108,14 +109,15 @@ def join_copies(listing: Listing, root: Path) -> Listing:
             for file in files:
                 content = file.path
                 if sizes[file.bytes] > 1:
-                    content = sha256((root / file.path).read_bytes()).hexdigest()
+                    with suppress(OSError):  # reported when it is decoded
+                        content = sha256((root / file.path).read_bytes()).hexdigest()
                 first = firsts.setdefault((part, content), file)
                 labels.setdefault(first.path, {})[name] = 1.0
-    parts: dict[str, Tree] = {part: {"": []} for part in listing.parts}
+    texts = {path: "|".join(own) for path, own in labels.items()}
+    parts: dict[str, Tree] = {part: {text: [] for text in sorted({*texts.values()})} for part in listing.parts}
     for (part, _), file in firsts.items():
-        parts[part][""].append(file)
-    several = sum(len(own) > 1 for own in labels.values())
-    note_once(f"{root}: {counted(several, 'image')} of {len(labels):,} in several classes")
+        parts[part][texts[file.path]].append(file)
+    note_once(f"{root}: {sum(sizes.values()):,} files are {len(labels):,} images with one or several labels")
     return replace(listing, parts=parts, labels=labels)
 
 
@@ -213,7 +215,8 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
             across += [f"{path} of {first}" for path in others if places[path][0] != "train"]
     if mixed:
         count = counted(len(mixed), "image")
-        note_once(f"classes share {count} {where}, such as {mixed[0]}: remove the wrong one, or {BOTH_LABELS}")
+        joined = 'with --data.separator "|", equal files in class folders are one image with several labels'
+        note_once(f"classes share {count} {where}, such as {mixed[0]}: remove the wrong one; {joined}")
     kind = "near-duplicates (the same except for scaling, encoding, brightness or a central crop by up to 3 %)"
     if across:
         count = f"{len(across):,} held-out images {where}"

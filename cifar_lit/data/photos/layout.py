@@ -17,7 +17,6 @@ from cifar_lit.data.photos.decode import IMAGES, KINDS, UNREAD_SUFFIXES, remedy_
 
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
 LAYOUT = "a folder for each class (animals/cat/1.jpg, animals/dog/1.jpg), or train/ and test/ with such folders"
-BOTH_LABELS = '--data.separator "|" gives an image in both all its labels'
 SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
 # Parts by the names of folders, and by the words of a table's split column.
 PARTS = {

@@ -24,7 +24,6 @@ from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet, check_class_names
 from cifar_lit.data.photos.decode import IMAGES
 from cifar_lit.data.photos.layout import (
-    BOTH_LABELS,
     PARTS,
     TABLES,
     Listing,
@@ -104,21 +103,20 @@ def read_table(
     """
     records = _records(table)
     names = [*dict.fromkeys(chain.from_iterable(cells for _, cells in records))]
-    binary = [name for name in names if {cells.get(name, "").lower() for _, cells in records} <= YES | NO]
-    flags = _part_columns(names, binary)
+    flags = _part_columns(names, _columns_of(names, records, YES | NO))
     places = _find_columns(names, {group, *flags})
     if group is not None:
         places["group"] = group
+    used = {*places.values(), *flags, *columns, *OWN}
     one_hot: list[str] = []
     if labelled and "label" not in places:
-        used = {*places.values(), *flags, *columns}
-        marks = [name for name in names if {cells.get(name, "").lower() for _, cells in records} <= YES | NO | UNKNOWN]
+        marks = _columns_of(names, records, YES | NO | UNKNOWN)
         one_hot = [name for name in marks if name not in used and len(marks) > 1]
     if separator is None:
         separator = find_separator(cells.get(places.get("label", ""), "") for _, cells in records)
     if one_hot:
-        counts = {sum(cells.get(name, "").lower() in YES for name in one_hot) for _, cells in records}
-        separator = "" if counts == {1} else "|"
+        counts = {len(_yes(cells, one_hot)) for _, cells in records}
+        separator = "|" if separator or counts != {1} else ""
     needed = ["path", "label"] if labelled and not one_hot else ["path"]
     for column in filter(None, [*needed, *columns, group]):
         if column not in places and column not in names:
@@ -131,19 +129,28 @@ def read_table(
                 raise UsageError(f"{table}, row {number} has no {column}")
         split = values.get("split", "").lower()
         values["split"] = PARTS.get(split, split)
-        parts = [part for name, part in flags.items() if cells.get(name, "").lower() in YES]
+        parts = [flags[name] for name in _yes(cells, flags)]
         if len(parts) > 1:
             raise UsageError(f"{table}, row {number} is in {listed(parts)} by its columns {listed(flags)}: leave one")
         if flags:
             values["split"] = parts[0] if parts else ("test" if "train" in flags.values() else "train")
         if one_hot:
-            values["label"] = "|".join(name for name in one_hot if cells.get(name, "").lower() in YES)
+            values["label"] = "|".join(_yes(cells, one_hot))
         unknown = [name for name in one_hot if cells.get(name, "") in UNKNOWN]
         unknown += split_labels(cells.get(UNKNOWN_LABELS, ""), "|")
         rows.append(Row(number, cells, **values, unknown=unknown))
-    used = {*places.values(), *flags, *columns, *OWN, *one_hot}
-    unused = [name for name in names if name not in used]
+    unused = [name for name in names if name not in {*used, *one_hot}]
     return Table(rows, unused, listed(flags or [places.get("split", "split")]), separator)
+
+
+def _columns_of(names: Iterable[str], records: Sequence[tuple[int, Record]], words: set[str]) -> list[str]:
+    """Return the columns that hold nothing but these words."""
+    return [name for name in names if {cells.get(name, "").lower() for _, cells in records} <= words]
+
+
+def _yes(cells: Record, names: Iterable[str]) -> list[str]:
+    """Return the columns of yes and no that are yes in a row."""
+    return [name for name in names if cells.get(name, "").lower() in YES]
 
 
 def find_separator(cells: Iterable[str]) -> str:
@@ -403,7 +410,8 @@ def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, st
         path = found.get(row.path, row.path)
         above = rows.setdefault(path, row)
         if separator and row is not above:
-            rows[path] = above._replace(label=f"{above.label}{separator}{row.label}")
+            labels = [*split_labels(above.label, separator), *split_labels(row.label, separator)]
+            rows[path] = above._replace(label=separator.join(labels), unknown=[*above.unknown, *row.unknown])
             row = row._replace(label=above.label)
         fault = ""
         if row.group and part_of_group.setdefault(row.group, row.split) != row.split:
@@ -413,7 +421,7 @@ def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, st
             if before != here:
                 fault = f"{path} has the {column} {here!r}, and {before!r} in a row above: keep one row"
                 if column == "label":
-                    fault += f", or {BOTH_LABELS}"
+                    fault += ', or join their labels with --data.separator "|"'
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
     return rows

@@ -66,7 +66,7 @@ def test_copies_in_two_classes_are_counted_however_many(root: Path, capsys: pyte
     open_set(root, image_size=32)
     err = capsys.readouterr().err
     assert f"classes share 6 images below {root}, such as train/dog/copy0.png and" in err
-    assert 'remove the wrong one, or --data.separator "|" gives an image in both all its labels' in err
+    assert 'remove the wrong one; with --data.separator "|", equal files in class folders are one image' in err
 
 
 def test_equal_files_in_two_classes_are_one_image_with_both_labels_if_they_may_be_several(
@@ -74,14 +74,15 @@ def test_equal_files_in_two_classes_are_one_image_with_both_labels_if_they_may_b
 ) -> None:
     for number in range(8):
         for name in ("cat", "dog", "owl")[number % 3 :][:2]:
-            save_photo(tmp_path / f"train/{name}/{number}.png", number)
-    save_photo(tmp_path / "test/owl/0.png", 0)  # also in train, which stays apart
+            save_photo(tmp_path / f"train/{name}/{number}.bmp", number)  # all of the same size
+    for name in ("cat", "dog"):
+        save_photo(tmp_path / f"test/{name}/0.bmp", 0)  # also in train, which stays apart
     images = open_set(tmp_path, image_size=32, separator="|")
     assert [images.label_text(row) for row in range(8)] == ["cat|dog"] * 3 + ["dog|owl"] * 3 + ["owl"] * 2
     assert [Path(name).stem for name in images.names] == [*"03614725"]
     err = capsys.readouterr().err
-    assert "6 images of 9 in several classes" in err and "classes share" not in err
-    assert open_set(tmp_path, train=False, image_size=32, separator="|").labels.tolist() == [[0, 0, 1]]
+    assert "16 files are 9 images with one or several labels" in err and "classes share" not in err
+    assert open_set(tmp_path, train=False, image_size=32, separator="|").labels.tolist() == [[1, 1, 0]]
 
 
 def test_the_same_photo_in_other_colours_is_no_near_duplicate() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_images import damage, decodings, doubling_links, open_set, save, values
+from own_images import damage, decodings, open_set, save, values
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data.datamodule import ImageData
@@ -75,10 +75,10 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
 
 
 def test_each_folder_is_visited_once_despite_multiple_links(root: Path) -> None:
-    doubling_links(root / "train/cat/deep", 8)
+    for name in ("again", "and_again"):
+        (root / "train/cat" / name).symlink_to(root / "train/cat")
     (root / "train/cat/itself").symlink_to("itself")
-    names = [file.path for file in scan(root).parts["train"]["cat"]]
-    assert len(names) == 4 and names[-1].endswith("/deep.png")
+    assert len(scan(root).parts["train"]["cat"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -150,12 +150,16 @@ def test_several_labels_are_read_in_each_form(pets: Path, written: str) -> None:
 def test_rows_of_the_same_image_are_joined_if_labels_have_a_separator(
     pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = write(pets / "a.csv", "path,label", *[f"{path},cat" for path in NAMES], f"{NAMES[0]},dog")
-    with pytest.raises(UsageError, match=r"row 8: .* keep one row, or --data.separator \"\|\" gives"):
+    rows = [f"{path},cat," for path in NAMES]
+    table = write(pets / "a.csv", "path,label,unknown_labels", *rows, f"{NAMES[0]},\"['dog']\",owl")
+    with pytest.raises(UsageError, match=r'row 8: .* keep one row, or join their labels with --data.separator "|"'):
         list_table(table, None, False)
-    labels = list_table(table, None, False, separator="|").labels
-    assert f"{table}: 7 rows of 6 images, whose labels are joined" in capsys.readouterr().err
-    assert labels[NAMES[0]] == {"cat": 1.0, "dog": 1.0} and labels[NAMES[1]] == {"cat": 1.0}
+    labels = list_table(table, None, False, separator=";").labels
+    assert f"{table}: 7 rows of 6 images, whose labels are joined\n" in capsys.readouterr().err
+    assert labels[NAMES[0]] == {"cat": 1.0, "dog": 1.0, "owl": -1.0} and labels[NAMES[1]] == {"cat": 1.0}
+    write(table, "path,label,split", *[row + "train" for row in rows], f"{NAMES[0]},dog,test")
+    with pytest.raises(UsageError, match="has the split 'test', and 'train' in a row above"):
+        list_table(table, None, False, separator=";")
 
 
 @pytest.mark.parametrize("label", ["oak, red", "dog / cat", "a,b"])
