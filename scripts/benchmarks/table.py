@@ -270,9 +270,10 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the results of a recipe's runs by column, – for missing values.
 
     The accuracy is over all runs. If there are several runs, times leave out the first run in each process, which loads
-    code and compiles or captures kernels.
+    code and compiles or captures kernels, and runs beside other work, which are recorded without a time.
     """
     warm = [run for run in runs if not run["first"]] or runs
+    times = [run["seconds"] for run in warm if run["seconds"]]
     views = [run["views"] for run in runs if run["views"]]
     # Only files of earlier versions have a time from the start of the process, and the memory.
     cold = [run["cold_seconds"] for run in runs if run.get("cold_seconds") is not None]
@@ -283,7 +284,7 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {
         "test accuracy": mean_text([run["accuracy"] for run in runs]),
         "with TTA": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
-        "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
+        "training time": spread_text(spread(times), "s"),
         "start to result": spread_text(spread(cold), "s") if cold else "–",
         "peak memory": peak,
         **calibration_texts([run["calibration"] for run in runs if run.get("calibration")]),
