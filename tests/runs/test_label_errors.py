@@ -97,10 +97,3 @@ def test_missing_and_surplus_labels_are_listed_as_pairs_of_an_image_and_a_label(
     assert float(listed[0][1]["probability_of_label"]) == pytest.approx(0.05)
     result = suspect_labels(images, listed, "Training")
     assert (result.images, result.rejected) == (3, 3)
-
-
-def test_identical_images_conflict_if_their_sets_of_labels_differ() -> None:
-    train = ImageSet(PIXELS[:3], torch.tensor([[1.0, 0], [1.0, 1], [0.0, 0]]), ("cat", "dog"))
-    test = ImageSet(PIXELS[:3], torch.tensor([[1.0, 0], [0.0, 1], [0.0, 0]]), ("cat", "dog"))
-    duplicates = find_duplicates(train, test)
-    assert (duplicates.identical, duplicates.conflicting) == (3, 1)

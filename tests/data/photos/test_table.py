@@ -151,7 +151,7 @@ def test_rows_of_the_same_image_are_joined_if_labels_have_a_separator(
     pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [f"{path},cat," for path in NAMES]
-    table = write(pets / "a.csv", "path,label,unknown_labels", *rows, f"{NAMES[0]},\"['dog']\",owl")
+    table = write(pets / "a.csv", "path,label,unknown_labels", *rows, f"{NAMES[0]},\"['dog']\",cat|owl")
     with pytest.raises(UsageError, match=r'row 8: .* keep one row, or join their labels with --data.separator "|"'):
         list_table(table, None, False)
     labels = list_table(table, None, False, separator=";").labels
@@ -171,8 +171,10 @@ def test_one_label_may_have_a_comma(pets: Path, label: str, capsys: pytest.Captu
 
 def test_columns_of_one_class_each_are_classes(pets: Path) -> None:
     rows = [f"{name},{float(name[0] == 'c')},{float(name[0] == 'd')}" for name in NAMES]
-    images = open_set(write(pets / "a.csv", "image,MEL,NV", *rows))
+    table = write(pets / "a.csv", "image,MEL,NV", *rows)
+    images = open_set(table)
     assert images.classes == ("MEL", "NV") and images.labels.tolist() == [0, 0, 1, 1]
+    assert open_set(table, separator="|").labels.ndim == 2
 
 
 def test_images_without_labels_and_rare_labels_are_counted(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
