@@ -129,7 +129,7 @@ def test_a_model_without_curves_has_a_report_with_precision_recall_and_f1(tmp_pa
     cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows}
     assert cells["a"] == ["80.0 %", "49.0 … 94.3 %", "66.7 %", "72.7 %", "10", "5"]
     assert cells["none"] == ["–", "–", "–", "–", "0", "5"]
-    confused = re.findall(r'<td class="name">([^<]*)</td><td class="name">([^<]*)</td><td>(\d)</td><td>([^<]*)</td>', page)
+    confused = re.findall(r'class="name">([^<]*)</td><td class="name">([^<]*)</td><td>(\d)</td><td>([^<]*)</td>', page)
     assert confused == [("b", "a", "4", "40.0 %"), ("a", "b", "2", "20.0 %")]
     assert '<td class="correct">8</td><td style="background: rgb(214 96 0 / 0.35)">2</td><td></td>' in page
     assert page.count("Not searched yet") == 1  # duplicates
@@ -197,6 +197,6 @@ def test_several_labels_have_their_numbers_and_confusions_also_without_a_test_im
     cells = [re.findall("<td>([^<]*)", row) for _, row in rows]
     assert cells[1][0] == "100.0 %" and cells[1][2:] == ["0.500", "100.0 %", "50.0 %", "66.7 %", "6", "5"]
     assert cells[2] == ["–", "–", "0.500", "–", "–", "–", "0", "5"]
-    confused = re.findall(r'<td class="name">([^<]*)</td><td class="name">([^<]*)</td><td>(\d)</td><td>([^<]*)</td>', page)
+    confused = re.findall(r'class="name">([^<]*)</td><td class="name">([^<]*)</td><td>(\d)</td><td>([^<]*)</td>', page)
     assert confused == [("a", "b", "1", "16.7 %"), ("b", "a", "1", "20.0 %"), ("a", "b", "3", "50.0 %")]
     assert page.count('aria-label="precision over recall of b, a"') == 1
