@@ -217,7 +217,7 @@ def draw_cpu_record() -> None:
     for name, place in zip(CPU, zip(minutes, plain, strict=True), strict=True):
         axes.annotate(name, place, xytext=(6, -10), textcoords="offset points")
     axes.set(title="CIFAR-10 on two CPU cores", xlabel="minutes of training", ylabel="% of the test images correct")
-    axes.set(xlim=(0, 6.5), ylim=(89, 95))
+    axes.set(xlim=(0, 3.5), ylim=(89, 94))
     axes.grid()
     axes.legend(loc="upper left")
     save(pixels_of(figure), RESULTS / "cpu-record.png")
