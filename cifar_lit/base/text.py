@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from tqdm import tqdm
-
 # Control characters, those that change the direction of a line, line separators, and halves of characters.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
@@ -165,6 +163,8 @@ def progress(
         scale: factor of amounts.
         min_seconds: print a line at the end after at least this time.
     """
+    from tqdm import tqdm  # slow to import, and most commands show no bar
+
     started = time.monotonic()
     is_hidden = _is_silent() or sys.stderr is None
     interval = SECONDS

@@ -65,8 +65,7 @@ FACTS = {
     "images_per_second": ("training speed", "{:,.0f} images/s"), "date": ("finished", "{}"),
     "commit": ("commit of cifar-lit", "{}"),
 }  # fmt: skip
-
-
+PAIRS = 20  # rows of a table of two classes or labels
 WORST = 3  # labels whose precision is drawn over recall
 
 
@@ -180,7 +179,7 @@ def _class_parts(data: ImageData, table: PredictionTable) -> dict[str, Any]:
         "worse": _worse_classes(rows, correct / images),
         "matrix": matrix.tolist(),
         "largest": int(matrix.clone().fill_diagonal_(0).max()),
-        "confused": _most_frequent(matrix, classes),
+        "confused": _most_frequent(matrix, matrix.sum(1), classes),
         "error": expected_calibration_error(bins),
         "bins": [part for part in reversed(bins) if part.images],
         "mean": float(table.probability.mean()),
@@ -197,22 +196,23 @@ def _label_parts(test: Metrics, data: ImageData, predictions: Mapping[str, Tenso
     thresholds = torch.tensor([row["threshold"] for row in rows])
     given = (probabilities >= thresholds).float()
     has = (labels == 1).float()
-    pairs = {"confused": (has * (1 - given)).T @ ((labels == 0) * given), "together": has.T @ has}
-    parts = {}
-    for name, counts in pairs.items():
-        matrix = counts.fill_diagonal_(0).long()
-        matrix += (has.sum(0).long() - matrix.sum(1)).diag()  # rows add up to the images with the label
-        parts[name] = _most_frequent(matrix, data.classes)
+    missed, surplus = has * (1 - given), (labels == 0) * given
     rows.sort(key=lambda row: (row["images"] == 0, row["average_precision"]))
     lines = {}
-    for row in [row for row in rows if row["images"]][:WORST]:
+    tested = [row for row in rows if row["images"]]
+    for row in tested[:WORST]:
         column = data.classes.index(row["name"])
         own = probabilities[:, column], labels[:, column].long()
         lines[row["name"]] = binary_precision_recall_curve(*own, ignore_index=-1)[:2]
     chart = ""
     if lines:
         chart = as_svg(precision_recall_figure(lines), "precision", f"precision over recall of {listed(lines)}")
-    return {**parts, "label_rows": rows, "chart": chart}
+    return {
+        "label_rows": rows,
+        "chart": chart,
+        "confused": _most_frequent(missed.T @ surplus, has.sum(0), data.classes),
+        "together": _most_frequent(has.T @ has, has.sum(0), data.classes),
+    }
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:
@@ -243,16 +243,18 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
     return facts
 
 
-def _most_frequent(matrix: Tensor, classes: Sequence[str]) -> list[tuple[str, str, int, float]]:
-    """Return the largest cells beside the diagonal: label, other class, images, and their fraction of the label's."""
+def _most_frequent(matrix: Tensor, totals: Tensor, classes: Sequence[str]) -> list[tuple[str, str, int, float]]:
+    """Return the largest cells beside the diagonal: label, other class, images, and their fraction of the label's.
+
+    matrix: number of images, (classes, classes). totals: number of images with each label, (classes,).
+    """
     counts = matrix.clone().fill_diagonal_(0).flatten()
-    totals = matrix.sum(1).tolist()
-    confused = []
-    for cell in counts.argsort(descending=True, stable=True)[:GALLERY_SIZE].tolist():
+    frequent = []
+    for cell in counts.argsort(descending=True, stable=True)[:PAIRS].tolist():
         row, column = divmod(cell, len(classes))
         if images := int(counts[cell]):
-            confused.append((classes[row], classes[column], images, images / totals[row]))
-    return confused
+            frequent.append((classes[row], classes[column], images, images / int(totals[row])))
+    return frequent
 
 
 def _class_rows(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[dict[str, Any]]:

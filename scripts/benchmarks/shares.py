@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from report import publish
+from timed_fit import fit_with
 from torch.profiler import ProfilerActivity, profile
-
-from cifar_lit.cli import main
 
 WHAT = (
     "Profile training steps of a recipe with torch.profiler, and report the share of each kind of operation in their "
@@ -73,15 +68,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps before")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     settings, words = parser.parse_known_args(argv)
-    watch = ["--trainer.callbacks+=shares.Profile", f"--trainer.callbacks.steps={settings.steps}"]
-    watch += [f"--trainer.callbacks.warmup={settings.warmup}", "--trainer.limit_val_batches=0"]
-    with (
-        TemporaryDirectory() as logs,
-        Path(os.devnull).open("w", encoding="utf-8") as devnull,
-        redirect_stdout(devnull),
-    ):
-        if code := main(["fit", *words, f"--logs={logs}", *watch]):
-            raise SystemExit(code)
+    fit_with(words, "shares.Profile", steps=settings.steps, warmup=settings.warmup)
     measured = Profile.latest
     total = sum(measured.times.values())
     rows = [(kind, 100 * share_of(measured.times, names) / total, "%") for kind, names in KINDS.items()]

@@ -101,8 +101,14 @@ def timed(words: Sequence[str], kind: str, steps: int, count: int, warmup: int) 
 
     All that a run has takes part: metrics, logger, checkpoints. Exit if the command fails.
     """
-    watch = [f"--trainer.callbacks+={kind}", f"--trainer.callbacks.steps={steps}"]
-    watch += [f"--trainer.callbacks.count={count}", f"--trainer.callbacks.warmup={warmup}"]
+    fit_with(words, kind, steps=steps, count=count, warmup=warmup)
+    return Stopwatch.latest
+
+
+def fit_with(words: Sequence[str], kind: str, **settings: int) -> None:
+    """Run `cifar-lit fit` with these words and a callback, given by its import path. Exit if the command fails."""
+    watch = [f"--trainer.callbacks+={kind}"]
+    watch += [f"--trainer.callbacks.{name}={value}" for name, value in settings.items()]
     without_validation = ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
     with (
         TemporaryDirectory() as logs,
@@ -112,4 +118,3 @@ def timed(words: Sequence[str], kind: str, steps: int, count: int, warmup: int) 
         code = main(["fit", *words, *without_validation, f"--logs={logs}", *watch])
     if code:
         raise SystemExit(code)
-    return Stopwatch.latest
