@@ -136,6 +136,8 @@ def _explain(message: str, longer: Collection[str], short: Mapping[str, str]) ->
         if setting == key:
             message = f"--{flag}: {message}"
     line = _one_line(message)
+    if "." not in key:  # a feature
+        line = line.replace("a dot import path string", "true or false")
     if parts:
         line += f", settings: {', '.join(parts)}"
     return line

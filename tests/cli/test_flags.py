@@ -41,16 +41,14 @@ def test_options_are_dropped_with_the_optimizer_that_they_are_for(
     assert (settings.model.optimizer_options == {"momentum": 0.9}) == kept
 
 
-@pytest.mark.parametrize(
-    ("written", "kind"), [("true", "balanced"), ("false", None), ("{kind: effective}", "effective")]
-)
+@pytest.mark.parametrize(("written", "share"), [("true", 0.5), ("false", None), ("{share: 0.3}", 0.3)])
 def test_a_feature_is_turned_on_and_off_by_files_and_flags(
-    written: str, kind: str | None, working_folder: Path
+    written: str, share: float | None, working_folder: Path
 ) -> None:
-    (working_folder / "a.yaml").write_text(f"class_weights: {written}")
-    for words in (["--config", "a.yaml"], ["--class_weights", written]):
-        weights = settings_of("--recipe", "quickstart", *words).class_weights
-        assert getattr(weights, "kind", None) == kind
+    (working_folder / "a.yaml").write_text(f"skip_easy: {written}")
+    for words in (["--config", "a.yaml"], ["--skip_easy", written]):
+        skip = settings_of("--recipe", "quickstart", *words).skip_easy
+        assert getattr(skip, "share", None) == share
 
 
 def test_a_typed_setting_that_the_data_set_does_not_use_is_refused() -> None:

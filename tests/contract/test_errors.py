@@ -37,7 +37,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --weight_average true", ["required: decay, settings: weight_average.decay"]),
     ("--recipe quickstart --data-dir nowhere", ["--data-dir nowhere: shapes are drawn: leave it out"]),
     (f"{S} --model.schedule cosin", ["model.schedule", "constant, cosine", "'cosin'", "Did you mean cosine?"]),
-    (f"{S} --class_weights effective", ["class_weights", "effective", "class_weights.kind"]),
+    (f"{S} --class_weights balanced", ["class_weights", "true or false", "balanced"]),
     ("trian", ["trian", "Did you mean train?", "validate"]),
     ("--recipe quikstart", ["'quikstart'", "Did you mean quickstart?"]),
     ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
