@@ -17,7 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.inference.calibration import tempered
 from cifar_lit.inference.model_file import save_weights
 from cifar_lit.inference.sets import MIN_HELD_OUT
-from cifar_lit.run.card import fitted_card, model_card
+from cifar_lit.run.card import fitted_card
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import Metrics, write_metrics
 from cifar_lit.run.results import Tested, run_metrics, test_scores, val_scores
@@ -79,7 +79,8 @@ def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageDa
     batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return 0
-    return write_predictions(run.folder.path / "predictions.csv", batches, data.test_images)
+    thresholds = fitted_card(model, data, is_stored=False).thresholds
+    return write_predictions(run.folder.path / "predictions.csv", batches, data.test_images, thresholds)
 
 
 def write_results(
@@ -90,10 +91,9 @@ def write_results(
     if not trainer.is_global_zero:
         return None
     _draw(run, test.score if test else val, data.classes)
-    card = model_card(model, data)
+    card = fitted_card(model, data, test.predictions if test else None, run.trains)
     if run.trains:
         list_training_labels(folder, data.train_images, data.parts.part_names())
-        card = fitted_card(card, model, data, test.predictions if test else None)
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless
             (folder / PREVIOUS).unlink()

@@ -18,6 +18,7 @@ from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.inference.model_file import load_model_file
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import read_metrics
@@ -34,22 +35,24 @@ def train_folds(command: Command) -> None:
     folds = int(text)
     parts: list[Mapping[str, Tensor]] = []
     images: list[ImageSet] = []  # equal in all trainings
-    names: list[str] = []
 
     def collect(training: Training) -> None:
         """Keep the predictions for the fold, and the images."""
         data = training.data
         predictions = training.model.predictions
         assert predictions is not None
-        parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
+        rows = data.parts.fold_rows[predictions["indices"]]
+        card = load_model_file(training.run.folder.path).card
+        thresholds = torch.tensor(card.thresholds or 0.5).expand_as(predictions["probabilities"])
+        parts.append({**predictions, "indices": rows, "thresholds": thresholds})
         images[:] = [data.train_images]
-        names[:] = [training.run.folder.name]
 
     trainings = {}
     for fold in range(folds):
         trainings[f"fold {fold + 1} of {folds}"] = {"data.split.folds": folds, "data.split.fold": fold}
     runs = train_each(command, trainings, after=collect)
-    folder = RunFolder(logs_of(command), f"{names[0]}-folds")
+    recipe = runs[0].name.rpartition("-")[0]
+    folder = RunFolder(logs_of(command), f"{recipe}-folds")
     path = folder.claim()
     try:
         finish(path, runs, parts, images[0])
@@ -61,10 +64,12 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
     """Write folds.json, predictions.csv and label_errors.csv, and print the results.
 
     runs: run folder of each fold.
-    parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
+    parts: `indices` (rows of `images`), `labels`, `probabilities` and `thresholds` (each (N, classes)) of the test
+        images of each fold.
     """
-    count = write_predictions(folder / "predictions.csv", parts, images)
     order = torch.cat([part["indices"] for part in parts]).argsort()  # each image is in one fold
+    thresholds = torch.cat([part["thresholds"] for part in parts])[order]
+    count = write_predictions(folder / "predictions.csv", parts, images, thresholds)
     probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
     correct = int(task_of(images.labels).hits(probabilities.logit(), images.labels).sum())
     interval = wilson_interval(correct, count)
@@ -84,7 +89,7 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
 
     say(
         *(f"{name.replace('_', ' ')} of the folds {mean_text(spread)}" for name, spread in means.items()),
-        f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/{LIST}",
+        f"{suspects} of {len(ranking.own)} labels contradict the predictions: {display_path(folder)}/{LIST}",
         f"95 % interval of the accuracy {interval[0]:.4f} … {interval[1]:.4f}",
         f"accuracy over all folds {accuracy:.4f} · {count} images",
         f"results {display_path(folder)}",

@@ -47,15 +47,20 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
 
 
 def fitted_card(
-    card: ModelCard, model: ImageClassifier, data: ImageData, tested: Mapping[str, Tensor] | None
+    model: ImageClassifier, data: ImageData, tested: Mapping[str, Tensor] | None = None, is_stored: bool = True
 ) -> ModelCard:
     """Return the card with temperature, rejection and coverage, or thresholds, fitted on validation images.
 
     With fewer than `MIN_HELD_OUT`, the temperature stays that of the model. The other two then come from the test
     images. This changes no accuracy, but the report cannot measure them on the same images.
 
-    tested: `ImageClassifier.predictions` for the test images, if they were tested.
+    Args:
+        tested: `ImageClassifier.predictions` for the test images, if they were tested.
+        is_stored: with false, only thresholds are fitted, which the predictions need.
     """
+    card = model_card(model, data)
+    if not is_stored and card.thresholds is None:
+        return card
     if len(data.split[1]) >= MIN_HELD_OUT:
         rows = spread_rows(data.split[1], MAX_DESCRIBED)
         labels = data.train_images.labels[rows]

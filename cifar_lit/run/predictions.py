@@ -47,7 +47,10 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
 
 
 def write_predictions(
-    path: Path, batches: Sequence[Mapping[str, Tensor]], images: ImageSet, thresholds: Sequence[float] | None = None
+    path: Path,
+    batches: Sequence[Mapping[str, Tensor]],
+    images: ImageSet,
+    thresholds: Sequence[float] | Tensor | None = None,
 ) -> int:
     """Write `predictions.csv` in the order of the data set, and `probabilities.npy` beside it.
 
@@ -58,8 +61,8 @@ def write_predictions(
     Args:
         batches: results of `ImageClassifier.predict_step`.
         images: the data set. Its groups are further columns (group_<name>), and its names the last one (path).
-        thresholds: with several labels, those of the labels; 1/2 if not given. Label and predicted are then names with
-            `|` between them, and all probabilities are columns.
+        thresholds: with several labels, those of the labels, (classes,), or for each image (N, classes). Label and
+            predicted are then names with `|` between them, and all probabilities are columns.
 
     Returns:
         The number of rows.
@@ -80,7 +83,7 @@ def write_predictions(
     likeliest = probabilities.topk(min(TOP, len(names)))
     predicted = likeliest.indices[:, 0]
     if images.has_several_labels:
-        predicted = probabilities >= torch.tensor(thresholds or 0.5)
+        predicted = probabilities >= torch.as_tensor(thresholds)
     first = probabilities[:, : 0 if is_ranked else None]
     parts = (indices[order], likeliest.indices, likeliest.values, first)
     for place, (index, ranked, highest, values) in enumerate(zip(*map(Tensor.tolist, parts), strict=True)):

@@ -13,7 +13,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_text
 from cifar_lit.base.settings import without_passwords
 from cifar_lit.inference.model_file import MODEL, save_weights
-from cifar_lit.run.card import fitted_card, model_card
+from cifar_lit.run.card import fitted_card
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import write_metrics
 from cifar_lit.run.results import Tested, test_scores
@@ -39,7 +39,7 @@ def save(model: ImageClassifier, data: ImageData, folder: str | Path) -> None:
     tested = model.predictions
     if tested and not torch.equal(tested["labels"], data.test_images.labels):  # those of a validation
         tested = None
-    card = fitted_card(model_card(model, data), model, data, tested)
+    card = fitted_card(model, data, tested)
     save_weights(path / MODEL, model.net.state_dict(), card)
     settings = {"dataset": data.dataset, "root": data.settings.root, "val_size": data.given["data.val_size"]}
     for name in ("split", "images", "loading"):

@@ -7,12 +7,12 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from small_runs import shapes_data
 from torch import Tensor
 
 import cifar_lit
@@ -34,8 +34,8 @@ from cifar_lit.inference.sets import (
 from cifar_lit.run.card import fitted_card
 from cifar_lit.run.results import Tested, calibration_of
 from cifar_lit.run.results import test_scores as run_scores
+from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.score import Score
-from cifar_lit.training.task import OneLabel
 
 PICTURES = shapes(False, image_size=16, num_classes=4, count=860)
 IMAGES = PICTURES.images[:30].permute(0, 3, 1, 2).contiguous()
@@ -103,11 +103,9 @@ def test_a_test_measures_the_coverage_of_the_levels_that_the_held_out_images_all
 @pytest.mark.parametrize("temperature", [0.4, 1.5])
 def test_without_validation_images_the_sets_use_the_temperature_of_the_recipe(temperature: float) -> None:
     probabilities, labels = draw(4000)
-    card = ModelCard("lenet", 1.0, [3, 8, 8], list("abcde"), [0.5], [0.5], temperature=temperature)
     tested = {"labels": labels[:2000], "probabilities": probabilities[:2000], "novelty": labels[:2000].float()}
-    data: Any = SimpleNamespace(split=(labels, labels[:0]))
-    model: Any = SimpleNamespace(task=OneLabel())
-    fitted = fitted_card(card, model, data, tested)
+    model = ImageClassifier("lenet", [3, 16, 16], 5, temperature=temperature)
+    fitted = fitted_card(model, shapes_data(num_classes=5, val_size=0), tested)
     new = tempered(probabilities[2000:], fitted.temperature)
     for level in LEVELS:
         sets = prediction_sets(new, set_limit(fitted.coverage, level))
