@@ -20,7 +20,7 @@ WHAT = (
     "and report operations per second (multiplications and additions)."
 )
 WIDTHS = ((32, 128, 128), (32, 192, 192), (40, 160, 160), (48, 192, 192), (64, 128, 128), (64, 256, 256))
-BATCH_SIZE, CLASSES = 500, 10  # as in the recipes
+BATCH_SIZE, CLASSES = 500, 10  # those of the recipes
 
 
 def run(argv: Sequence[str] | None = None) -> None:
