@@ -53,10 +53,13 @@ class ImageSet:
             raise ValueError(f"images must be uint8 (N, H, W, C), with 1 or 3 channels, not {shape}")
         if len(self.images) != len(self.labels):
             raise ValueError(f"{len(self.images)} images have {len(self.labels)} labels")
-        numbers = self.labels[:0] if self.has_several_labels else self.labels
-        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self.classes):
-            raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
         check_class_names(self.classes)
+        if self.has_several_labels:
+            for name in self.classes:
+                if "|" in name:
+                    raise UsageError(f"rename the class {name!r}: | stands between several labels of an image")
+        elif len(self) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
+            raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -34,7 +34,7 @@ class ClassWeights(Callback):
         weights: float32 (classes,), set before a fit starts.
     """
 
-    weights = torch.empty(0)
+    weights: Tensor
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Count the training images of each class."""
