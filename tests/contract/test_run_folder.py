@@ -12,6 +12,7 @@ import torch
 from run.test_schema import errors
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cifar_lit.inference.model_file import load_model_file
 from cifar_lit.training.score import METRICS, RESERVED, BuiltIn
 
 from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, rows_of, run_command
@@ -165,6 +166,7 @@ def test_without_validation_images_the_last_checkpoint_is_tested_and_there_is_no
     run_dir = Path("lightning_logs/small-1")
     assert files_of(run_dir) == FILES - {"checkpoints/best.ckpt"}
     assert metrics_of(run_dir)["val"] is None
+    assert load_model_file(run_dir).card.coverage  # from the test images
     assert checkpoint_of(run_dir / "checkpoints/last.ckpt")["global_step"] == 7  # batches of 32 from all 200 images
     assert run_command("test", "--ckpt_path", run_dir / "checkpoints/last.ckpt").code == 0
     assert metrics_of(Path("lightning_logs/small-2"))["test"]["loss"] == metrics_of(run_dir)["test"]["loss"]
