@@ -21,9 +21,11 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.model_file import load_model_file
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.predictions import write_predictions
-from cifar_lit.run.record import read_metrics
+from cifar_lit.run.record import read_metrics, score_title
 from cifar_lit.runs.label_errors import LIST, listed_images, rank_labels, write_list
 from cifar_lit.training.task import task_of
+
+MEANS = ("accuracy", "mean_average_precision", "balanced_accuracy", "macro_f1")  # scores whose mean is printed
 
 
 def train_folds(command: Command) -> None:
@@ -67,29 +69,29 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
     parts: `indices` (rows of `images`), `labels`, `probabilities` and `thresholds` (each (N, classes)) of the test
         images of each fold.
     """
-    order = torch.cat([part["indices"] for part in parts]).argsort()  # each image is in one fold
-    thresholds = torch.cat([part["thresholds"] for part in parts])[order]
-    count = write_predictions(folder / "predictions.csv", parts, images, thresholds)
-    probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    order = values["indices"].argsort()  # each image is in one fold
+    count = write_predictions(folder / "predictions.csv", parts, images, values["thresholds"][order])
+    probabilities = values["probabilities"][order].float()
     correct = int(task_of(images.labels).hits(probabilities.logit(), images.labels).sum())
     interval = wilson_interval(correct, count)
     tests = [read_metrics(run)["test"] for run in runs]
     means = {}
-    for name in ("accuracy", "mean_average_precision", "balanced_accuracy", "macro_f1"):
+    for name in MEANS:
         if name not in tests[0]:
             continue
         spread = mean_interval([test[name] for test in tests])
         means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
     ranking = rank_labels(images.labels, probabilities)
     write_list(folder, listed_images(images, torch.arange(len(images)), ranking, ["test"] * len(images)))
-    accuracy, suspects = correct / count, ranking.suspects
-    combined = {"accuracy": accuracy, "interval": interval, "images": count, "suspected_labels": suspects}
-    metrics = {"folds": list(map(display_path, runs)), "test": combined, **means}
+    accuracy = correct / count
+    test = {"accuracy": accuracy, "interval": interval, "images": count, "suspected_labels": ranking.suspects}
+    metrics = {"folds": list(map(display_path, runs)), "test": test, **means}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
     say(
-        *(f"{name.replace('_', ' ')} of the folds {mean_text(spread)}" for name, spread in means.items()),
-        f"{suspects} of {len(ranking.own)} labels contradict the predictions: {display_path(folder)}/{LIST}",
+        *(f"{score_title(name)} of the folds {mean_text(spread)}" for name, spread in means.items()),
+        f"{ranking.suspects} of {len(ranking.own)} labels contradict the predictions: {display_path(folder)}/{LIST}",
         f"95 % interval of the accuracy {interval[0]:.4f} … {interval[1]:.4f}",
         f"accuracy over all folds {accuracy:.4f} · {count} images",
         f"results {display_path(folder)}",

@@ -104,14 +104,17 @@ def join_copies(listing: Listing, root: Path) -> Listing:
     sizes = Counter(file.bytes for file in files_of(listing.parts))
     firsts: dict[tuple[str, str], File] = {}
     labels: dict[str, dict[str, float]] = {}
+
+    def content(file: File) -> str:
+        if sizes[file.bytes] > 1:
+            with suppress(OSError):  # reported when it is decoded
+                return sha256((root / file.path).read_bytes()).hexdigest()
+        return file.path
+
     for part, tree in listing.parts.items():
         for name, files in tree.items():
             for file in files:
-                content = file.path
-                if sizes[file.bytes] > 1:
-                    with suppress(OSError):  # reported when it is decoded
-                        content = sha256((root / file.path).read_bytes()).hexdigest()
-                first = firsts.setdefault((part, content), file)
+                first = firsts.setdefault((part, content(file)), file)
                 labels.setdefault(first.path, {})[name] = 1.0
     texts = {path: "|".join(own) for path, own in labels.items()}
     parts: dict[str, Tree] = {part: {text: [] for text in sorted({*texts.values()})} for part in listing.parts}
