@@ -52,7 +52,7 @@ def schedule_factor(name: str, done: float, total: float, warmup: float) -> floa
     Args:
         name: `constant`: 1. `cosine`: half a cosine from 1 to 0 (Loshchilov and Hutter, 2017, without restarts).
             `triangular`: linear from 1 to 0. `one_cycle`: like cosine, with a cosine warm-up, over 30 % of the training
-            if `warmup` is 0 (Smith and Topin, 2018; as torch's OneCycleLR).
+            if `warmup` is 0 (Smith and Topin, 2018; torch's OneCycleLR, but without its cycle of the momentum).
         done: steps (or epochs) so far.
         total: steps (or epochs) in total.
         warmup: steps (or epochs) of the rise from 0 to 1.

@@ -96,7 +96,9 @@ def ours(train: ImageSet, test: ImageSet, epochs: int, seed: int) -> tuple[Tenso
     L.seed_everything(seed, verbose=False)
     data = ImageData("mosaics", batch_size=BATCH, val_size=0, augment=Augment(flip="random"), seed=seed)
     options: dict[str, Any] = {"optimizer": "adamw", "optimizer_options": {"weight_decay": DECAY}}
-    model = ImageClassifier("shapenet", lr=LR, schedule="one_cycle", **options)
+    # The loop has torch's schedule, which also cycles the momentum, unlike `one_cycle`.
+    options |= {"schedule": "torch.optim.lr_scheduler.OneCycleLR", "schedule_options": {"max_lr": LR}}
+    model = ImageClassifier("shapenet", lr=LR, **options)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(max_epochs=epochs, precision="bf16-mixed", enable_model_summary=False, **quiet)
     trainer.fit(model, data)
