@@ -18,7 +18,7 @@ from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.inference.model_file import load_model_file
+from cifar_lit.inference.model_file import read_card
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import read_metrics, score_title
@@ -40,14 +40,13 @@ def train_folds(command: Command) -> None:
 
     def collect(training: Training) -> None:
         """Keep the predictions for the fold, and the images."""
-        data = training.data
         predictions = training.model.predictions
-        assert predictions is not None
-        rows = data.parts.fold_rows[predictions["indices"]]
-        card = load_model_file(training.run.folder.path).card
+        card = read_card(training.run.folder.path)
+        assert predictions is not None and card is not None
+        rows = training.data.parts.fold_rows[predictions["indices"]]
         thresholds = torch.tensor(card.thresholds or 0.5).expand_as(predictions["probabilities"])
         parts.append({**predictions, "indices": rows, "thresholds": thresholds})
-        images[:] = [data.train_images]
+        images[:] = [training.data.train_images]
 
     trainings = {}
     for fold in range(folds):
@@ -78,10 +77,9 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
     tests = [read_metrics(run)["test"] for run in runs]
     means = {}
     for name in MEANS:
-        if name not in tests[0]:
-            continue
-        spread = mean_interval([test[name] for test in tests])
-        means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
+        if name in tests[0]:
+            spread = mean_interval([test[name] for test in tests])
+            means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
     ranking = rank_labels(images.labels, probabilities)
     write_list(folder, listed_images(images, torch.arange(len(images)), ranking, ["test"] * len(images)))
     accuracy = correct / count

@@ -52,8 +52,9 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 def net_of(widths: Sequence[int], side: int) -> WhitenedNet:
     """Return a net for training, whose first layer stays as it is drawn."""
-    shape = {"channels": 3, "image_size": (side, side), "num_classes": CLASSES, "width": 1.0}
-    net = WhitenedNet(**shape, widths=widths, whiten_bias=False)  # type: ignore[arg-type]
+    net = WhitenedNet(
+        channels=3, image_size=(side, side), num_classes=CLASSES, width=1.0, widths=widths, whiten_bias=False
+    )
     lay_out(net, "whitened")
     net.is_prepared = True
     return net.train()
